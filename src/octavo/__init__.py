@@ -1,0 +1,1 @@
+"""Octavo: an LLM inference engine whose answers do not depend on load."""

@@ -1,0 +1,1 @@
+"""The devices' interpreters of programs."""

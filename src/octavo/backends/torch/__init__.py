@@ -1,0 +1,1 @@
+"""The reference backend: readable, row-invariant, any CPU."""

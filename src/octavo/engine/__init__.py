@@ -1,0 +1,1 @@
+"""The engine: one step loop, and the ways to reach it."""

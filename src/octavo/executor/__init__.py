@@ -1,0 +1,1 @@
+"""Runs the scheduler's plans on workers."""

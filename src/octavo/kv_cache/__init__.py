@@ -1,0 +1,1 @@
+"""Bookkeeping of KV blocks. Touches no tensor."""

@@ -1,0 +1,26 @@
+"""Names for the content of full blocks.
+
+A block's hash covers its tokens and, through its parent's hash, everything before them; the root
+covers what else decides KV (a tenant's salt). Rule: a hash only nominates a block. Whoever uses it
+compares the tokens too (`BlockPool.lookup`), so a collision costs a miss, never a wrong answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+BlockHash = bytes
+
+_DIGEST_SIZE = 16
+
+
+def root_hash(*, salt: str = "") -> BlockHash:
+    """The parent of a sequence's first block. Extra keys are tagged, so none can pose as another."""
+    return hashlib.blake2b(b"salt\0" + salt.encode(), digest_size=_DIGEST_SIZE).digest()
+
+
+def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+    """The hash of a block whose predecessor hashes to `parent`."""
+    return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=_DIGEST_SIZE).digest()

@@ -1,0 +1,122 @@
+"""One frozen message per arrow of a request's life.
+
+    InputProcessor -EngineRequest-> EngineCore
+    Scheduler -SchedulerOutput-> ModelRunner -ModelRunnerOutput-> Scheduler
+    EngineCore -EngineOutput-> OutputProcessor
+
+Rule: messages are data. Diffs are absolute (where to write, what to write), so applying one twice
+changes nothing and a runner that lost its state is resynced by sending `NewRow` again.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from octavo.request import FinishReason
+from octavo.sampling_params import SamplingParams
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A tokenised request with nothing left to decide: seed drawn, max_tokens filled in.
+
+    `output_ids` is not empty when a request resumes what another engine began.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    eos_ids: tuple[int, ...] = ()
+    priority: int = 0
+    arrival: float = 0.0
+    cache_salt: str = ""
+    output_ids: list[int] = []
+
+
+class NewRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a runner must know of a request that enters the batch, first time or resumed."""
+
+    request_id: str
+    prompt_ids: list[int]
+    output_ids: list[int]
+    params: SamplingParams
+
+
+class RowStep(msgspec.Struct, frozen=True, kw_only=True):
+    """What one request does in a step: tokens [start, start + num_tokens) of its positions.
+
+    block_writes[group] = (index, block ids): block_table[group][index : index + n] = ids.
+    samples: the step reaches the request's last token, so a token is sampled, for position
+    `start + num_tokens`.
+    """
+
+    request_id: str
+    start: int
+    num_tokens: int
+    block_writes: list[tuple[int, list[int]]]
+    samples: bool
+
+
+class BlockCopy(msgspec.Struct, frozen=True):
+    """Copy the page of one block to another, on the device."""
+
+    source: int
+    target: int
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """The plan of one step. `dropped` rows are freed before `new_rows` are taken.
+
+    reset: free all rows first; what the runner knows may be wrong after an undone step.
+    """
+
+    step: int
+    reset: bool
+    dropped: list[str]
+    new_rows: list[NewRow]
+    rows: list[RowStep]
+    num_tokens: int
+
+    @property
+    def num_sampled(self) -> int:
+        """How many rows sample a token."""
+        return sum(row.samples for row in self.rows)
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities of the model's raw distribution at one position.
+
+    rank: 1 for the most likely token. top: the most likely (token id, logprob), best first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+class SampledToken(msgspec.Struct, frozen=True, kw_only=True):
+    """A row's sampled token, or the error that kept it from being sampled."""
+
+    request_id: str
+    position: int
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+
+
+class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step produced, in the order of the plan's sampling rows."""
+
+    step: int
+    sampled: list[SampledToken]
+
+
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step added to one request."""
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    num_cached_tokens: int = 0

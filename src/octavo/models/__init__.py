@@ -1,0 +1,1 @@
+"""Model families as programs, one file each."""

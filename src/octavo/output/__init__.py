@@ -1,0 +1,1 @@
+"""From sampled token ids back to text."""

@@ -1,0 +1,1 @@
+"""Device probing; the only place that asks the machine."""

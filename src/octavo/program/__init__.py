@@ -1,0 +1,1 @@
+"""What a model is, independent of any device."""

@@ -1,0 +1,190 @@
+"""Builds programs: what a model file holds in its hands.
+
+Rule: every method checks shapes, emits one op and returns its output handle. What can't be is
+refused here, with the values, before anything is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from octavo.errors import ProgramError
+from octavo.program.ir import (
+    KV,
+    AddRMSNorm,
+    Attention,
+    Buf,
+    Dim,
+    DType,
+    Embedding,
+    GatedActivation,
+    GatherRows,
+    Linear,
+    Op,
+    Program,
+    RMSNorm,
+    RopeTable,
+    RotaryStoreKV,
+    Shape,
+    Shard,
+    Weight,
+)
+from octavo.program.kv_groups import assign_groups
+from octavo.quantization.formats import GROUP, Format
+
+ACTIVATIONS = ("silu",)
+
+
+class ProgramBuilder:
+    """Collects the ops of one program.
+
+    format_of: which format holds the named checkpoint tensors, stacked; asked once per weight.
+    kv_dtype: the element type of the KV cache.
+    """
+
+    def __init__(self, name: str, *, format_of: Callable[[tuple[str, ...]], Format], kv_dtype: DType) -> None:
+        self._name = name
+        self._format_of = format_of
+        self._kv_dtype = kv_dtype
+        self._ops: list[Op] = []
+        self._weights: dict[str, Weight] = {}
+        self._ropes: list[RopeTable] = []
+        self._kv: list[KV] = []
+        self._num_bufs = 0
+
+    # -- parameters ---------------------------------------------------------------------------
+
+    def weight(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        parts: tuple[str, ...] | None = None,
+        shard: Shard = Shard.REPLICATED,
+    ) -> Weight:
+        """A parameter, stacked by rows from `parts` of the checkpoint (default: the tensor `name`)."""
+        if name in self._weights:
+            raise ProgramError(f"weight {name!r} is declared twice; keep the first handle to share it")
+        parts = parts or (name,)
+        format_ = self._format_of(parts)
+        if len(shape) == 1:
+            format_ = Format.F32
+        elif format_.quantized and shape[1] % GROUP:
+            raise ProgramError(
+                f"weight {name!r} is {format_} with rows of {shape[1]}: not a multiple of its group, {GROUP}"
+            )
+        weight = Weight(len(self._weights), name, shape, format_, parts, shard)
+        self._weights[name] = weight
+        return weight
+
+    def rope_table(self, inv_freq: tuple[float, ...], max_positions: int, *, scale: float = 1.0) -> RopeTable:
+        """The table of a rotary embedding with these inverse frequencies (radians per position)."""
+        table = RopeTable(len(self._ropes), max_positions, inv_freq, scale)
+        self._ropes.append(table)
+        return table
+
+    def kv(self, kv_heads: int, head_dim: int, *, window: int | None = None) -> KV:
+        """The KV cache of the next layer."""
+        kv = KV(len(self._kv), kv_heads, head_dim, self._kv_dtype, window)
+        self._kv.append(kv)
+        return kv
+
+    # -- ops ----------------------------------------------------------------------------------
+
+    def embedding(self, weight: Weight, *, scale: float = 1.0) -> Buf:
+        """token_ids -> [T, K]."""
+        out = self._buf((Dim.TOKENS, weight.shape[1]))
+        return self._emit(Embedding(out=out, weight=weight, scale=scale))
+
+    def rms_norm(self, x: Buf, weight: Weight, *, eps: float) -> Buf:
+        """[*, K] -> [*, K]."""
+        self._expect(x, weight.shape[0], weight)
+        return self._emit(RMSNorm(out=self._buf(x.shape), x=x, weight=weight, eps=eps))
+
+    def add_rms_norm(self, x: Buf, residual: Buf, weight: Weight, *, eps: float) -> tuple[Buf, Buf]:
+        """(x, residual) -> (normed sum, sum), both [*, K]."""
+        self._expect(x, weight.shape[0], weight)
+        if x.shape != residual.shape:
+            raise ProgramError(f"add_rms_norm adds {x} {x.shape} to {residual} {residual.shape}")
+        total = self._buf(x.shape)
+        op = AddRMSNorm(out=self._buf(x.shape), x=x, residual=residual, weight=weight, eps=eps, out_sum=total)
+        return self._emit(op), total
+
+    def linear(self, x: Buf, weight: Weight, *, bias: Weight | None = None) -> Buf:
+        """[*, K] -> [*, N]."""
+        self._expect(x, weight.shape[1], weight)
+        if bias is not None and bias.shape != (weight.shape[0],):
+            raise ProgramError(f"bias {bias} {bias.shape} does not fit {weight} {weight.shape}")
+        out = self._buf((x.rows, weight.shape[0]))
+        return self._emit(Linear(out=out, x=x, weight=weight, bias=bias))
+
+    def rotary_store_kv(self, qkv: Buf, kv: KV, rope: RopeTable, *, q_heads: int) -> Buf:
+        """[T, (H + 2 HK) D] -> q [T, H D]; k and v go to the cache."""
+        width = (q_heads + 2 * kv.kv_heads) * kv.head_dim
+        if qkv.width != width:
+            raise ProgramError(
+                f"rotary_store_kv wants {width} = ({q_heads} + 2 * {kv.kv_heads}) * {kv.head_dim} columns, "
+                f"but {qkv} has {qkv.width}"
+            )
+        if rope.rotary_dim > kv.head_dim:
+            raise ProgramError(f"{rope} rotates {rope.rotary_dim} elements of heads of {kv.head_dim}")
+        out = self._buf((Dim.TOKENS, q_heads * kv.head_dim))
+        return self._emit(RotaryStoreKV(out=out, qkv=qkv, kv=kv, rope=rope, q_heads=q_heads))
+
+    def attention(self, q: Buf, kv: KV, *, q_heads: int, scale: float) -> Buf:
+        """q [T, H D] -> [T, H D]."""
+        self._expect(q, q_heads * kv.head_dim, kv)
+        if q_heads % kv.kv_heads:
+            raise ProgramError(f"{q_heads} query heads cannot share {kv.kv_heads} KV heads evenly")
+        return self._emit(Attention(out=self._buf(q.shape), q=q, kv=kv, q_heads=q_heads, scale=scale))
+
+    def gated_activation(self, x: Buf, activation: str) -> Buf:
+        """[*, 2 F] -> [*, F]."""
+        if activation not in ACTIVATIONS:
+            raise ProgramError(f"activation {activation!r} is unknown; known: {', '.join(ACTIVATIONS)}")
+        if x.width % 2:
+            raise ProgramError(f"gated_activation halves {x}, which has {x.width} columns")
+        out = self._buf((x.rows, x.width // 2))
+        return self._emit(GatedActivation(out=out, x=x, activation=activation))
+
+    def gather_sampled(self, x: Buf) -> Buf:
+        """[T, K] -> [R, K]: the rows whose logits are wanted."""
+        return self._emit(GatherRows(out=self._buf((Dim.SAMPLED, x.width)), x=x))
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def build(self, logits: Buf) -> Program:
+        """The finished program, whose result is `logits` [R, vocab]."""
+        if logits.rows is not Dim.SAMPLED:
+            raise ProgramError(f"logits {logits} have rows {logits.rows}; gather the sampled rows first")
+        if not self._kv:
+            raise ProgramError(f"program {self._name!r} keeps no KV cache")
+        groups = assign_groups(self._kv)
+        return Program(
+            name=self._name,
+            ops=tuple(self._ops),
+            weights=tuple(self._weights.values()),
+            ropes=tuple(self._ropes),
+            kv_layers=tuple(self._kv),
+            kv_groups=groups,
+            logits=logits,
+            vocab_size=logits.width,
+            kv_places={
+                layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)
+            },
+        )
+
+    def _buf(self, shape: Shape) -> Buf:
+        buf = Buf(self._num_bufs, DType.F32, shape)
+        self._num_bufs += 1
+        return buf
+
+    def _emit(self, op: Op) -> Buf:
+        self._ops.append(op)
+        return op.out
+
+    def _expect(self, x: Buf, width: int, by: object) -> None:
+        if not isinstance(x, Buf):
+            raise ProgramError(f"{by} was given {x!r}; ops take handles of activations")
+        if x.width != width:
+            raise ProgramError(f"{x} has {x.width} columns, but {by} wants {width}")

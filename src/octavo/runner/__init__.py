@@ -1,0 +1,1 @@
+"""Owns every tensor; runs steps and samples."""

@@ -1,0 +1,103 @@
+"""What a user may ask of sampling, validated once, at the door.
+
+Rule: every field is honoured exactly or refused by name; nothing is clamped in silence.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from octavo.errors import InvalidRequestError
+
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 128
+#: A temperature below this is greedy: logits / T would overflow float32 long before it mattered.
+GREEDY_TEMPERATURE = 1e-5
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are chosen from the logits of one request.
+
+    temperature: >= 0; 0 is greedy. top_k: 0 turns it off. top_p in (0, 1], min_p in [0, 1].
+    seed: 0 <= seed < 2**64; None draws one, which the output reports.
+    repetition_penalty > 0 covers prompt and output; presence_penalty and frequency_penalty, in
+    [-2, 2], cover the output only. logit_bias: token id -> bias in [-100, 100].
+    logprobs: how many alternatives to report with each sampled token (None: no logprobs at all;
+    0: the sampled token's alone). max_tokens: None means as many as the context holds.
+    stop_token_ids end the output as EOS does; ignore_eos disables EOS only.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
+    logprobs: int | None = None
+    max_tokens: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _in_range("temperature", self.temperature, 0.0, math.inf)
+        _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _in_int_range("top_k", self.top_k, 0, 2**31 - 1)
+        if self.seed is not None:
+            _in_int_range("seed", self.seed, 0, 2**64 - 1)
+        if self.logprobs is not None:
+            _in_int_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.max_tokens is not None:
+            _in_int_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequestError(
+                f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are allowed",
+                param="logit_bias",
+            )
+        for token_id, bias in self.logit_bias.items():
+            if not -100.0 <= bias <= 100.0:
+                raise InvalidRequestError(
+                    f"logit_bias[{token_id}] is {bias}; biases lie in [-100, 100]", param="logit_bias"
+                )
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequestError(
+                f"stop_token_ids has {len(self.stop_token_ids)} entries; at most {MAX_STOP_TOKEN_IDS}"
+                " are allowed",
+                param="stop_token_ids",
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature < GREEDY_TEMPERATURE
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise InvalidRequestError where a token id lies outside [0, vocab_size)."""
+        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            for token_id in ids:
+                if not 0 <= token_id < vocab_size:
+                    raise InvalidRequestError(
+                        f"{name} names token {token_id}, but the model's tokens are 0..{vocab_size - 1}",
+                        param=name,
+                    )
+
+
+def _in_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    inside = math.isfinite(value) and (low < value if open_low else low <= value) and value <= high
+    if not inside:
+        bracket = "(" if open_low else "["
+        raise InvalidRequestError(f"{name} is {value}; it must lie in {bracket}{low}, {high}]", param=name)
+
+
+def _in_int_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidRequestError(f"{name} is {value}; it must lie in {low}..{high}", param=name)

@@ -1,0 +1,443 @@
+"""Who gets how many tokens in the next step.
+
+There is no prefill phase and no decode phase: each step gives every chosen request some number of
+tokens out of one budget, running requests first, then waiting ones.
+
+Steps may be in flight while the next is planned, so two counters run apart (see `Request`):
+`schedule` moves num_scheduled_tokens, `update` moves num_computed_tokens. A plan that failed is taken
+back by `undo`. Rule: this class is the only writer of requests and queues; time is an argument.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from octavo.errors import InvalidRequestError
+from octavo.kv_cache.manager import KVCacheManager, PrefixMatch
+from octavo.messages import (
+    EngineOutput,
+    EngineRequest,
+    ModelRunnerOutput,
+    NewRow,
+    RowStep,
+    SampledToken,
+    SchedulerOutput,
+)
+from octavo.request import FinishReason, Request, RequestStatus
+from octavo.scheduler.policy import Policy, choose_victim, order_key
+from octavo.scheduler.queues import WaitingQueue
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """The most that one step may hold."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Scheduled:
+    """A request's part of a plan, and what undoing it needs."""
+
+    request: Request
+    row: RowStep
+    epoch: int  # num_preemptions when it was planned: tells whether its KV is still the request's
+    admitted: bool  # this plan took it out of the waiting queue
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    plan: SchedulerOutput
+    parts: list[_Scheduled]
+
+
+class Scheduler:
+    """Plans steps over one KV pool.
+
+    Call order: `schedule` any number of times, then `update` with the results in the same order; or
+    `undo`, which takes back everything still in flight.
+    """
+
+    def __init__(self, limits: SchedulerLimits, kv: KVCacheManager, *, policy: Policy = Policy.FCFS) -> None:
+        self.kv = kv
+        self.limits = limits
+        self._policy = policy
+        self._key = order_key(policy)
+        self._requests: dict[str, Request] = {}
+        self._waiting = WaitingQueue(self._key)
+        self._running: list[Request] = []
+        self._in_flight: deque[_InFlight] = deque()
+        self._step = 0
+        self._num_added = 0
+        self._known_rows: set[str] = set()  # requests whose state the runner holds
+        self._dropped: list[str] = []
+        self._reset = False
+
+    # -- questions ----------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold none."""
+        return len(self._waiting)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans given out and neither updated nor undone."""
+        return len(self._in_flight)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._running or self._waiting)
+
+    def request(self, request_id: str) -> Request | None:
+        """An unfinished request, to look at."""
+        return self._requests.get(request_id)
+
+    # -- requests come and go -----------------------------------------------------------------
+
+    def add(self, message: EngineRequest) -> None:
+        """Queue a request. InvalidRequestError if its id is taken, or it could never fit the pool."""
+        if message.request_id in self._requests:
+            raise InvalidRequestError(f"request id {message.request_id!r} is in use", param="request_id")
+        max_tokens = message.params.max_tokens
+        assert max_tokens is not None, "InputProcessor fills in max_tokens"
+        length = len(message.prompt_ids) + max_tokens
+        needed, total = self.kv.blocks_for(length), self.kv.pool.num_blocks
+        if needed > total:
+            raise InvalidRequestError(
+                f"prompt ({len(message.prompt_ids)}) and max_tokens ({max_tokens}) need {needed} KV blocks, "
+                f"but there are {total}; ask for fewer tokens, or start with more --kv-cache-gib",
+                param="max_tokens",
+            )
+        request = Request(
+            request_id=message.request_id,
+            prompt_ids=list(message.prompt_ids),
+            output_ids=list(message.output_ids),
+            params=message.params,
+            max_tokens=max_tokens,
+            stop_ids=frozenset(message.eos_ids) | frozenset(message.params.stop_token_ids),
+            priority=message.priority,
+            arrival=message.arrival,
+            sequence=self._num_added,
+            cache_salt=message.cache_salt,
+        )
+        self._num_added += 1
+        self._requests[request.request_id] = request
+        self._waiting.add(request)
+
+    def finish(
+        self, request_id: str, reason: FinishReason, *, error: str | None = None
+    ) -> EngineOutput | None:
+        """End a request from outside: an abort, or an error that is its own fault. None if unknown."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        self._end(request, reason, error=error)
+        return EngineOutput(
+            request_id=request_id,
+            new_token_ids=[],
+            finish_reason=reason,
+            error=error,
+            num_cached_tokens=request.num_cached_tokens,
+        )
+
+    # -- planning -----------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput | None:
+        """Plan the next step; None when there is nothing that could run now."""
+        step = self._step + 1
+        planned: dict[str, _Scheduled] = {}
+        short_of_blocks = False
+        for request in sorted(self._running, key=self._key):
+            if request.status is RequestStatus.RUNNING:  # not preempted by an earlier one meanwhile
+                served = self._schedule_running(request, step, planned, may_allocate=not short_of_blocks)
+                short_of_blocks |= not served
+        if not short_of_blocks:
+            self._schedule_waiting(step, planned)
+        if not planned:
+            return None
+        self._step = step
+        return self._make_plan(step, list(planned.values()))
+
+    def _budget(self, planned: dict[str, _Scheduled]) -> int:
+        """Tokens that the plan may still take."""
+        return self.limits.max_num_batched_tokens - sum(part.row.num_tokens for part in planned.values())
+
+    def _schedule_running(
+        self, request: Request, step: int, planned: dict[str, _Scheduled], *, may_allocate: bool
+    ) -> bool:
+        """Give a running request what the budget allows, preempting others for blocks if need be.
+
+        False when it waits for blocks that steps in flight still use: whoever comes after it must
+        not take them (may_allocate), or the first in order could wait for ever.
+        """
+        count = min(self._budget(planned), request.num_unscheduled_tokens)
+        if count == 0 or _ends_in_flight(request):
+            return True
+        end = request.num_scheduled_tokens + count
+        missing = self.kv.num_missing(request, end)
+        if missing and not may_allocate:
+            return True
+        while not self.kv.grow(request, end, step):
+            if self.kv.num_retiring and self.kv.num_available + self.kv.num_retiring >= missing:
+                return False
+            victim = choose_victim(self._running, self._key, self.kv.num_lost_tokens)
+            if victim is None:
+                return False
+            self._take_from_plan(victim, planned)
+            self._preempt(victim)
+            if victim is request:
+                return True
+        self._put_into_plan(request, count, planned, admitted=False)
+        return True
+
+    def _schedule_waiting(self, step: int, planned: dict[str, _Scheduled]) -> None:
+        budget = self._budget(planned)
+        for request in self._waiting:
+            if not budget or len(self._running) >= self.limits.max_num_seqs:
+                return
+            if request.num_steps_in_flight:
+                continue  # preempted, and a result is still coming
+            match = self.kv.match_prefix(request)
+            if self.kv.awaits_another(request, match):
+                continue
+            if not self._has_room(request, match):
+                return
+            count = min(budget, request.num_tokens - match.num_tokens)
+            self._admit(request, match)
+            grown = self.kv.grow(request, match.num_tokens + count, step)
+            assert grown, "_has_room promised blocks"
+            self._put_into_plan(request, count, planned, admitted=True)
+            budget -= count
+
+    def _has_room(self, request: Request, match: PrefixMatch) -> bool:
+        """Whether the known tokens of a waiting request fit beside what running ones still need for
+        theirs. Admitting less would only preempt it again."""
+        held = sum(b is not None for group in match.blocks for b in group)
+        needed = self.kv.blocks_for(request.num_tokens) - held + match.num_unreferenced
+        promised = sum(
+            max(0, self.kv.blocks_for(other.num_tokens) - self.kv.num_held(other)) for other in self._running
+        )
+        return needed + promised <= self.kv.num_available
+
+    def _admit(self, request: Request, match: PrefixMatch) -> None:
+        self._waiting.remove(request)
+        self._running.append(request)
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = match.num_tokens
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = request.num_scheduled_tokens = match.num_tokens
+        self.kv.admit(request, match)
+
+    def _put_into_plan(
+        self, request: Request, count: int, planned: dict[str, _Scheduled], *, admitted: bool
+    ) -> None:
+        start = request.num_scheduled_tokens
+        samples = count == request.num_unscheduled_tokens
+        row = RowStep(
+            request_id=request.request_id, start=start, num_tokens=count, block_writes=[], samples=samples
+        )
+        planned[request.request_id] = _Scheduled(request, row, request.num_preemptions, admitted)
+        request.num_scheduled_tokens += count
+        request.num_steps_in_flight += 1
+        request.num_pending += samples
+
+    def _take_from_plan(self, request: Request, planned: dict[str, _Scheduled]) -> None:
+        part = planned.pop(request.request_id, None)
+        if part is not None:
+            self._revert_counters(part)
+
+    def _revert_counters(self, part: _Scheduled) -> None:
+        part.request.num_steps_in_flight -= 1
+        part.request.num_pending -= part.row.samples
+        if part.request.num_preemptions == part.epoch:
+            part.request.num_scheduled_tokens = part.row.start
+
+    def _preempt(self, request: Request) -> None:
+        """Dereference a request's blocks and let it wait again. Its blocks stay cached until evicted,
+        so resuming costs what is really gone."""
+        self.kv.free(request)
+        self._running.remove(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        request.progress_since_preemption = 0
+        request.num_computed_tokens = request.num_scheduled_tokens = 0
+        self._drop_row(request)
+        self._waiting.add(request)
+
+    def _drop_row(self, request: Request) -> None:
+        if request.request_id in self._known_rows:
+            self._known_rows.remove(request.request_id)
+            self._dropped.append(request.request_id)
+
+    def _make_plan(self, step: int, parts: list[_Scheduled]) -> SchedulerOutput:
+        new_rows = []
+        rows = []
+        for i, part in enumerate(parts):
+            request = part.request
+            known = request.request_id in self._known_rows
+            if not known:
+                self._known_rows.add(request.request_id)
+                new_rows.append(_new_row(request))
+            row = self._with_block_writes(part.row, request, everything=not known)
+            rows.append(row)
+            parts[i] = _Scheduled(request, row, part.epoch, part.admitted)
+        plan = SchedulerOutput(
+            step=step,
+            reset=self._reset,
+            dropped=self._dropped,
+            new_rows=new_rows,
+            rows=rows,
+            num_tokens=sum(row.num_tokens for row in rows),
+        )
+        self._dropped, self._reset = [], False
+        self._in_flight.append(_InFlight(plan, parts))
+        return plan
+
+    def _with_block_writes(self, row: RowStep, request: Request, *, everything: bool) -> RowStep:
+        """Tell the runner the blocks that this step writes to, or all of them."""
+        first = 0 if everything else row.start // self.kv.block_size
+        tables = self.kv.block_ids(request)
+        return RowStep(
+            request_id=row.request_id,
+            start=row.start,
+            num_tokens=row.num_tokens,
+            block_writes=[(first, ids[first:]) for ids in tables],
+            samples=row.samples,
+        )
+
+    # -- results ------------------------------------------------------------------------------
+
+    def update(self, result: ModelRunnerOutput) -> list[EngineOutput]:
+        """Retire the oldest step in flight: its KV is computed, its tokens are sampled."""
+        flight = self._in_flight.popleft()
+        assert flight.plan.step == result.step, f"step {flight.plan.step} is next, got {result.step}"
+        sampled = {token.request_id: token for token in result.sampled}
+        outputs = []
+        for part in flight.parts:
+            request = part.request
+            request.num_steps_in_flight -= 1
+            request.num_pending -= part.row.samples
+            if request.finished:
+                continue
+            if request.num_preemptions == part.epoch:
+                request.num_computed_tokens = part.row.start + part.row.num_tokens
+                request.progress_since_preemption += part.row.num_tokens
+                self.kv.commit(request)
+            if part.row.samples:
+                outputs.append(self._take_token(request, sampled[request.request_id]))
+        self.kv.retire(flight.plan.step)
+        return outputs
+
+    def _take_token(self, request: Request, token: SampledToken) -> EngineOutput:
+        assert token.position == request.num_tokens, (
+            f"{request.request_id}: a token came for position {token.position}, next is {request.num_tokens}"
+        )
+        if token.error is not None:
+            self._end(request, FinishReason.ERROR, error=token.error)
+            new_ids = []
+        else:
+            request.output_ids.append(token.token_id)
+            new_ids = [token.token_id]
+            reason = _reason_to_stop(request, token.token_id)
+            if reason is not None:
+                self._end(request, reason)
+        return EngineOutput(
+            request_id=request.request_id,
+            new_token_ids=new_ids,
+            finish_reason=request.finish_reason,
+            error=request.error,
+            logprobs=None if token.logprobs is None else [token.logprobs],
+            num_cached_tokens=request.num_cached_tokens,
+        )
+
+    def _end(self, request: Request, reason: FinishReason, *, error: str | None = None) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+            self.kv.free(request, poisoned=reason is FinishReason.ERROR)
+        else:
+            self._waiting.remove(request)
+        self.kv.forget(request)
+        self._drop_row(request)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason, request.error = reason, error
+        del self._requests[request.request_id]
+
+    def undo(self) -> None:
+        """Take back every plan in flight, newest first, as if it had not been made; the next plan
+        tells the runner everything anew. Preemptions stay: they cost time, not answers."""
+        while self._in_flight:
+            for part in self._in_flight.pop().parts:
+                self._undo_part(part)
+        self.kv.undo_steps(self._step + 1)
+        self._known_rows.clear()
+        self._dropped, self._reset = [], True
+
+    def _undo_part(self, part: _Scheduled) -> None:
+        request = part.request
+        self._revert_counters(part)
+        if request.finished or request.num_preemptions != part.epoch:
+            return
+        if part.admitted:
+            self.kv.free(request)
+            self._running.remove(request)
+            resumed = request.num_preemptions or request.output_ids
+            request.status = RequestStatus.PREEMPTED if resumed else RequestStatus.WAITING
+            request.num_computed_tokens = request.num_scheduled_tokens = 0
+            self._waiting.add(request)
+        else:
+            self.kv.shrink(request, part.row.start)
+
+    # -- integrity ----------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless counters, queues and blocks agree."""
+        self.kv.check_integrity()
+        assert len(self._running) <= self.limits.max_num_seqs
+        in_flight: dict[Request, int] = {}
+        for flight in self._in_flight:
+            for part in flight.parts:
+                in_flight[part.request] = in_flight.get(part.request, 0) + 1
+        waiting = list(self._waiting)
+        assert {*waiting, *self._running} == set(self._requests.values())
+        for request in self._requests.values():
+            name = request.request_id
+            assert request.num_steps_in_flight == in_flight.get(request, 0), f"{name}: steps in flight"
+            assert 0 <= request.num_computed_tokens <= request.num_scheduled_tokens, f"{name}: counters"
+            assert request.num_unscheduled_tokens >= 0, f"{name}: scheduled beyond its end"
+        for request in self._running:
+            assert request.status is RequestStatus.RUNNING
+            assert self.kv.holds(request, request.num_scheduled_tokens), f"{request.request_id}: blocks"
+        for request in waiting:
+            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            assert not self.kv.num_held(request), f"{request.request_id} waits and holds blocks"
+
+
+def _new_row(request: Request) -> NewRow:
+    return NewRow(
+        request_id=request.request_id,
+        prompt_ids=request.prompt_ids,
+        output_ids=list(request.output_ids),
+        params=request.params,
+    )
+
+
+def _ends_in_flight(request: Request) -> bool:
+    """Whether tokens being sampled already use up max_tokens."""
+    return len(request.output_ids) + request.num_pending >= request.max_tokens
+
+
+def _reason_to_stop(request: Request, token_id: int) -> FinishReason | None:
+    if token_id in request.stop_ids:
+        return FinishReason.STOP
+    if len(request.output_ids) >= request.max_tokens:
+        return FinishReason.LENGTH
+    return None

@@ -1,0 +1,1 @@
+"""Where weights come from: the catalog, the sources a name resolves to, and the files themselves."""
