@@ -94,8 +94,13 @@ class WeightRows(Protocol):
 class Backend(Protocol):
     """Runs sealed programs."""
 
-    name: str
-    table: KernelTable
+    @property
+    def name(self) -> str:
+        """What users call it."""
+
+    @property
+    def table(self) -> KernelTable:
+        """What it can run."""
 
     def pack_weight(self, weight: Weight, parts: list[WeightRows], out: torch.Tensor) -> None:
         """Write a parameter, stacked from its parts, into `out`, uint8 [table.weight_nbytes(weight)]."""

@@ -2,7 +2,8 @@
 
 Rule: a template is a stranger's program. It runs in Jinja's immutable sandbox, within limits of time
 and output, and whatever it raises is an error of the request; a template that does not compile is an
-error of the checkpoint.
+error of the checkpoint. (The limits stop a template that runs away. They do not keep a hostile one
+from taking memory, so a server takes templates from its operator, never from requests.)
 
 The names a template may use are those that Hugging Face's chat templates expect: messages, tools,
 documents, add_generation_prompt, bos_token, eos_token, raise_exception, strftime_now, the tojson
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -21,6 +23,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from octavo.errors import CheckpointError, InvalidRequestError
@@ -30,6 +33,9 @@ MAX_SECONDS = 2.0
 _MAX_EXPONENT = 64
 _QUOTED_CHARACTERS = 300
 
+#: When the render running in this context has to be done, by time.monotonic.
+_deadline: ContextVar[float] = ContextVar("chat template deadline")
+
 
 class ChatTemplate:
     """A compiled chat template. Rendering changes nothing, so threads may share one."""
@@ -38,23 +44,12 @@ class ChatTemplate:
         """Compile the template. Raises CheckpointError where it can't be compiled."""
         self.source = source
         self._special_tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        environment = _Environment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
         try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
+            self._template = _compile(source)
+        except Exception as error:  # beside TemplateSyntaxError: RecursionError, Python's SyntaxError
             raise CheckpointError(
-                f"the model's chat template can't be compiled: {error.message} (line {error.lineno}). Give "
-                "another template, or use completions, which need none"
-            ) from error
-        except Exception as error:  # RecursionError, or Python's own SyntaxError for deep nesting
-            raise CheckpointError(
-                f"the model's chat template can't be compiled: {_quote(error)}. Give another template, or use "
-                "completions, which need none"
+                f"the model's chat template can't be compiled: {_quote(error)}. Give another template, or "
+                "use completions, which need none"
             ) from error
 
     def render(
@@ -63,24 +58,146 @@ class ChatTemplate:
         """The conversation as text.
 
         messages: dicts with role and content. Keys whose value is None are left out, since templates
-        tell a missing key from a null one badly; content that is a list of text parts becomes one
-        string, the parts joined by newlines. kwargs: further names for the template.
-        Raises InvalidRequestError, also with what the template itself has to say against the messages.
+        test for a missing key and stumble over a null one; content that is a list of text parts
+        becomes one string, the parts joined by newlines. kwargs: further names for the template.
+        Raises InvalidRequestError, also for what the template itself has against the messages.
         """
         names: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens, **kwargs}
-        names["messages"] = [_plain_message(message) for message in messages]
+        names["messages"] = [_plain_message(index, message) for index, message in enumerate(messages)]
         names["add_generation_prompt"] = add_generation_prompt
-        _Environment.deadline = time.monotonic() + MAX_SECONDS
         pieces: list[str] = []
         size = 0
+        token = _deadline.set(time.monotonic() + MAX_SECONDS)
         try:
             for piece in self._template.generate(names):
+                _tick()
                 pieces.append(piece)
                 size += len(piece)
+                if size > MAX_OUTPUT_CHARACTERS:
+                    raise _refusal(
+                        f"the conversation renders to more than {MAX_OUTPUT_CHARACTERS} characters"
+                    )
+        except InvalidRequestError:
+            raise
         except Exception as error:
-            _refuse(_quote(error), error)
+            raise _refusal(
+                f"the model's chat template does not take these messages: {_quote(error)}"
+            ) from error
+        finally:
+            _deadline.reset(token)
         return "".join(pieces)
 
 
-def _placeholder() -> Callable[[], None]:
-    raise NotImplementedError
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with a guard on the two operators that make much out of little."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            if not isinstance(right, int | float) or abs(right) > _MAX_EXPONENT:
+                raise jinja2.TemplateRuntimeError(
+                    f"an exponent is {right!r}; at most {_MAX_EXPONENT} is allowed"
+                )
+        elif (size := _repeated_size(left, right)) > MAX_OUTPUT_CHARACTERS:
+            raise jinja2.TemplateRuntimeError(f"a repetition would hold {size} items")
+        return super().call_binop(context, operator, left, right)
+
+    @staticmethod
+    def tick() -> str:
+        """What every loop and macro of a template calls first."""
+        _tick()
+        return ""
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}...{% endgeneration %}` marks the assistant's words for training: only text here."""
+
+    tags = frozenset({"generation"})  # type: ignore[assignment]
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _compile(source: str) -> jinja2.Template:
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    tree = environment.parse(source)
+    blocks: list[nodes.For | nodes.Macro | nodes.CallBlock] = [
+        *tree.find_all(nodes.For),
+        *tree.find_all(nodes.Macro),
+        *tree.find_all(nodes.CallBlock),
+    ]
+    for block in blocks:
+        call = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None, lineno=block.lineno)
+        block.body.insert(0, nodes.ExprStmt(call, lineno=block.lineno))
+    code = environment.compile(tree)
+    return jinja2.Template.from_code(environment, code, environment.make_globals(None))
+
+
+def _tick() -> None:
+    if time.monotonic() > _deadline.get():
+        raise _refusal(
+            f"the model's chat template took more than {MAX_SECONDS:g} s; shorten the conversation"
+        )
+
+
+def _repeated_size(left: Any, right: Any) -> int:
+    """How long `left * right` gets where one of them is a sequence; 0 for numbers."""
+    for sequence, count in ((left, right), (right, left)):
+        if isinstance(sequence, str | bytes | list | tuple) and isinstance(count, int):
+            return len(sequence) * count
+    return 0
+
+
+def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {key: value for key, value in message.items() if value is not None}
+    if isinstance(plain.get("content"), list | tuple):
+        plain["content"] = "\n".join(_text_of_part(index, part) for part in plain["content"])
+    return plain
+
+
+def _text_of_part(index: int, part: Any) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise _refusal(
+        f"messages[{index}].content has a part of type {str(kind)[:_QUOTED_CHARACTERS]!r}; this model takes "
+        'text parts only: {"type": "text", "text": "..."}'
+    )
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML, which no model was trained on."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _quote(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    line = getattr(error, "lineno", None)
+    return text[:_QUOTED_CHARACTERS] + (f" (line {line})" if line else "")
+
+
+def _refusal(problem: str) -> InvalidRequestError:
+    return InvalidRequestError(problem, param="messages")

@@ -10,7 +10,7 @@ each byte (GPT-2's): printable bytes stand for themselves, the others are shifte
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
@@ -18,8 +18,10 @@ from tokenizers.models import BPE
 
 from octavo.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 
+T = TypeVar("T")
+
 #: tokenizer.ggml.token_type
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _NORMAL = 2, 3, 4, 5, 1
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 
 #: Tokens that end a turn in the chat formats around. Many files name only one of them as EOS though
 #: the model was trained on two; they count only where the file marks them as control tokens.
@@ -55,11 +57,12 @@ _BYTE_OF_CHARACTER = _byte_of_character()
 
 
 class Tokenizer:
-    """A byte-level BPE tokenizer.
+    """A byte-level BPE tokenizer. Nothing in it changes, so threads may share one.
 
     vocab_size: how many tokens there are; the model's logits may be padded beyond that.
     eos_ids: every token that ends an answer, the file's EOS first. special_ids: tokens that are
     never part of the text, such as `<|im_end|>`. adds_bos: whether prompts begin with bos_id.
+    max_token_bytes: bytes of the longest token.
     """
 
     def __init__(
@@ -76,15 +79,12 @@ class Tokenizer:
         self.bos_id = bos_id
         self.eos_ids = eos_ids
         self.adds_bos = adds_bos
-        self.special_ids = frozenset(
+        self.special_ids: frozenset[int] = frozenset(
             token_id for token_id, kind in enumerate(token_types) if kind in (_UNKNOWN, _CONTROL)
         )
-        # A character of the byte alphabet is one byte, any other at most four.
-        self.max_token_bytes = max(len(token) if token.isascii() else 4 * len(token) for token in tokens)
         self._bpe = bpe
-        self._tokens = tokens
-        self._types = token_types
-        self._bytes: list[bytes | None] = [None] * len(tokens)
+        self._bytes = [_bytes_of(token, kind) for token, kind in zip(tokens, token_types, strict=True)]
+        self.max_token_bytes = max(map(len, self._bytes))
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -145,15 +145,10 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for; none for ids of the padding beyond the vocabulary."""
-        if not 0 <= token_id < self.vocab_size:
-            return b""
-        known = self._bytes[token_id]
-        if known is None:  # computed when first asked for, so that starting costs nothing
-            known = self._bytes[token_id] = _bytes_of(self._tokens[token_id], self._types[token_id])
-        return known
+        return self._bytes[token_id] if 0 <= token_id < self.vocab_size else b""
 
     def token_text(self, token_id: int) -> str:
-        """The token's own text, as templates name it: '' beyond the vocabulary."""
+        """The token as text, the way templates and logprobs show it."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
 
@@ -238,7 +233,7 @@ def _token_id(metadata: Mapping[str, Any], key: str, vocab_size: int) -> int | N
     return value
 
 
-def _list_of[T](kind: type[T], metadata: Mapping[str, Any], key: str) -> list[T]:
+def _list_of(kind: type[T], metadata: Mapping[str, Any], key: str) -> list[T]:
     values = metadata.get(key)
     if not isinstance(values, list) or not all(type(value) is kind for value in values):
         _fail(f"{key} is not a list of {kind.__name__}")

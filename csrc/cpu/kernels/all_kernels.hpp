@@ -1,0 +1,15 @@
+// Every kernel, for the translation unit of one ISA. It defines OCTAVO_ISA first.
+#pragma once
+
+#include "attention.hpp"
+#include "linear.hpp"
+#include "rotary.hpp"
+#include "rows.hpp"
+
+namespace octavo::OCTAVO_ISA {
+
+// In the order of OctavoOpKind.
+#define OCTAVO_ALL_KERNELS \
+  {embedding, rms_norm, add_rms_norm, linear, rotary_store_kv, attention, gated_silu, gather_rows}
+
+}  // namespace octavo::OCTAVO_ISA

@@ -1,0 +1,140 @@
+// linear: out = x W^T + bias. Threads claim panels of W; rows of x come in tiles of kRowTile.
+#pragma once
+
+#include "linear_tiles.hpp"
+
+namespace octavo::OCTAVO_ISA {
+
+constexpr int64_t kMostPanels = 16;      // that a thread claims at once
+constexpr size_t kRowBlockBytes = 200000;  // of x, kept in L2 while a claim's panels pass over it
+constexpr int kUnpackRows = 2 * kRowTile;  // more rows than this repay unpacking a q4m panel first
+
+// Call f with a compile-time number of rows.
+template <int R>
+struct Rows {
+  static constexpr int value = R;
+};
+template <class F>
+OCTAVO_INLINE void with_rows(int rows, F f) {
+  switch (rows) {
+    case 1: return f(Rows<1>{});
+    case 2: return f(Rows<2>{});
+    case 3: return f(Rows<3>{});
+    default: return f(Rows<kRowTile>{});
+  }
+}
+
+OCTAVO_INLINE PanelOut panel_out(const OctavoOp& op, int first_row, int64_t panel) {
+  const int64_t column = panel * kPanel;
+  return {op.out + static_cast<size_t>(first_row) * op.out_width + column,
+          static_cast<size_t>(op.out_width), op.bias ? op.bias + column : nullptr,
+          static_cast<int>(smaller_of<int64_t>(kPanel, op.out_width - column))};
+}
+
+// Call f(panel, first row, rows) for each tile of the output this thread claims: rows in blocks
+// that stay in L2, then panels, then the block's tiles. `before_panel` runs once a block and panel.
+template <class BeforePanel, class F>
+OCTAVO_INLINE void for_each_tile(const OctavoOp& op, int num_rows, size_t row_nbytes,
+                                 const Worker& worker, BeforePanel before_panel, F f) {
+  const int64_t panels = ceil_div(op.out_width, kPanel);
+  const int64_t chunk = claim_chunk(panels, worker, kMostPanels);
+  const int tiles_in_block = larger_of(1, static_cast<int>(kRowBlockBytes / (row_nbytes * kRowTile)));
+  const int block = tiles_in_block * kRowTile;
+  for (Range range; claim(worker, panels, chunk, &range);) {
+    for (int block_begin = 0; block_begin < num_rows; block_begin += block) {
+      const int block_end = smaller_of(num_rows, block_begin + block);
+      for (int64_t panel = range.begin; panel < range.end; ++panel) {
+        before_panel(panel);
+        for (int row = block_begin; row < block_end; row += kRowTile) {
+          f(panel, row, smaller_of(kRowTile, block_end - row));
+        }
+      }
+    }
+  }
+}
+
+template <class T>
+OCTAVO_INLINE void quantize_rows(const QuantizedRows<T>& to, const float* x, const Worker& worker) {
+  for_each_row(to.num_tiles(), worker,
+               [&](int64_t tile) { quantize_tile(to, static_cast<int>(tile), x); });
+  barrier(worker);
+}
+
+template <class T>
+OCTAVO_INLINE TileRows<T> tile_rows(const QuantizedRows<T>& from, int first_row) {
+  const size_t per_group = static_cast<size_t>(first_row) * from.groups();
+  return {from.quants + static_cast<size_t>(first_row) * from.width, from.scales + per_group,
+          from.sums + per_group};
+}
+
+static void linear_q4m(const OctavoOp& op, const Step& step, const Worker& worker) {
+  const int num_rows = rows_of(op, step);
+  char* end;
+  const QuantizedRows<int8_t> x(op.scratch, num_rows, op.in_width, &end);
+  const int groups = x.groups();
+  quantize_rows(x, op.x, worker);
+
+  const bool unpack = num_rows > kUnpackRows;
+  const size_t unpacked_nbytes = static_cast<size_t>(groups) * kUnpackedBlock;
+  uint8_t* unpacked = reinterpret_cast<uint8_t*>(end) + worker.thread * unpacked_nbytes;
+  const Q4mBlock* weight = static_cast<const Q4mBlock*>(op.weight);
+  for_each_tile(
+      op, num_rows, op.in_width * sizeof(int8_t), worker,
+      [&](int64_t panel) {
+        if (unpack) unpack_panel(weight + panel * groups, groups, unpacked);
+      },
+      [&](int64_t panel, int row, int rows) {
+        with_rows(rows, [&](auto r) {
+          constexpr int R = decltype(r)::value;
+          const Q4mBlock* blocks = weight + panel * groups;
+          const PanelOut to = panel_out(op, row, panel);
+          if (unpack) {
+            q4m_tile<R, true>(blocks, unpacked, groups, tile_rows(x, row), to);
+          } else {
+            q4m_tile<R, false>(blocks, nullptr, groups, tile_rows(x, row), to);
+          }
+        });
+      });
+}
+
+static void linear_q8(const OctavoOp& op, const Step& step, const Worker& worker) {
+  const int num_rows = rows_of(op, step);
+  char* end;
+  const QuantizedRows<int16_t> x(op.scratch, num_rows, op.in_width, &end);
+  const int groups = x.groups();
+  quantize_rows(x, op.x, worker);
+
+  const Q8Block* weight = static_cast<const Q8Block*>(op.weight);
+  for_each_tile(
+      op, num_rows, op.in_width * sizeof(int16_t), worker, [](int64_t) {},
+      [&](int64_t panel, int row, int rows) {
+        with_rows(rows, [&](auto r) {
+          q8_tile<decltype(r)::value>(weight + panel * groups, groups, tile_rows(x, row),
+                                      panel_out(op, row, panel));
+        });
+      });
+}
+
+static void linear_f32(const OctavoOp& op, const Step& step, const Worker& worker) {
+  const int num_rows = rows_of(op, step);
+  const size_t width = op.in_width;
+  const float* weight = static_cast<const float*>(op.weight);
+  for_each_tile(
+      op, num_rows, width * sizeof(float), worker, [](int64_t) {},
+      [&](int64_t panel, int row, int rows) {
+        with_rows(rows, [&](auto r) {
+          f32_tile<decltype(r)::value>(weight + panel * width * kPanel, op.in_width,
+                                       op.x + row * width, panel_out(op, row, panel));
+        });
+      });
+}
+
+static void linear(const OctavoOp& op, const Step& step, const Worker& worker) {
+  switch (op.format) {
+    case OCTAVO_FORMAT_Q4M: return linear_q4m(op, step, worker);
+    case OCTAVO_FORMAT_Q8: return linear_q8(op, step, worker);
+    default: return linear_f32(op, step, worker);
+  }
+}
+
+}  // namespace octavo::OCTAVO_ISA

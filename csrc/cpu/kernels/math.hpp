@@ -1,0 +1,71 @@
+// Small functions that kernels share: ranges, exp, reductions of the contract.
+#pragma once
+
+#include "../worker.hpp"
+#include "simd.hpp"
+
+namespace octavo::OCTAVO_ISA {
+
+template <class T>
+OCTAVO_INLINE T smaller_of(T a, T b) {
+  return a < b ? a : b;
+}
+template <class T>
+OCTAVO_INLINE T larger_of(T a, T b) {
+  return a > b ? a : b;
+}
+OCTAVO_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+OCTAVO_INLINE size_t align_up(size_t nbytes) {
+  return (nbytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+OCTAVO_INLINE int rows_of(const OctavoOp& op, const Step& step) {
+  switch (op.rows) {
+    case OCTAVO_ROWS_SEQS: return step.num_seqs;
+    case OCTAVO_ROWS_SAMPLED: return step.num_sampled;
+    default: return step.num_tokens;
+  }
+}
+
+// How many of `total` equal items to claim at once: a few claims a thread, so that a thread that
+// lost its core delays the others by little.
+OCTAVO_INLINE int64_t claim_chunk(int64_t total, const Worker& worker, int64_t most) {
+  constexpr int kClaimsPerThread = 8;
+  const int64_t chunk = total / (static_cast<int64_t>(worker.num_threads) * kClaimsPerThread);
+  return smaller_of<int64_t>(larger_of<int64_t>(chunk, 1), most);
+}
+
+// Call f(row) for the rows this thread claims.
+template <class F>
+OCTAVO_INLINE void for_each_row(int num_rows, const Worker& worker, F f) {
+  constexpr int64_t kMostRows = 64;
+  const int64_t chunk = claim_chunk(num_rows, worker, kMostRows);
+  for (Range range; claim(worker, num_rows, chunk, &range);) {
+    for (int64_t row = range.begin; row < range.end; ++row) f(row);
+  }
+}
+
+// exp(x) for x <= 88, 0 below -87, NaN for NaN. Cephes' expf: x = n ln 2 + r, |r| <= ln 2 / 2, and
+// a polynomial in r; about 1 unit in the last place.
+OCTAVO_INLINE F8 exp(F8 x) {
+  constexpr float kLog2e = 1.44269504088896341f;
+  constexpr float kLn2High = 0.693359375f;
+  constexpr float kLn2Low = -2.12194440e-4f;
+  const F8 n = round_even(mul(x, broadcast(kLog2e)));
+  F8 r = fma(n, broadcast(-kLn2High), x);
+  r = fma(n, broadcast(-kLn2Low), r);
+  F8 p = broadcast(1.9875691500e-4f);
+  p = fma(p, r, broadcast(1.3981999507e-3f));
+  p = fma(p, r, broadcast(8.3334519073e-3f));
+  p = fma(p, r, broadcast(4.1665795894e-2f));
+  p = fma(p, r, broadcast(1.6666665459e-1f));
+  p = fma(p, r, broadcast(5.0000001201e-1f));
+  p = fma(p, mul(r, r), r);
+  p = add(p, broadcast(1.0f));
+  const F8 result = mul(p, power_of_two(round_to_int(n)));
+  return select(less(x, broadcast(-87.0f)), zero(), result);
+}
+
+OCTAVO_INLINE float exp(float x) { return first_lane(exp(broadcast(x))); }
+
+}  // namespace octavo::OCTAVO_ISA

@@ -1,0 +1,94 @@
+// Activations as integers, a scale per row and group of 32: what quantised weights multiply.
+#pragma once
+
+#include "math.hpp"
+
+namespace octavo::OCTAVO_ISA {
+
+// The largest integer an activation becomes. int16 stays at 12 bits: a group's sum with int8
+// weights is then below 2^24 and converts to float exactly.
+OCTAVO_INLINE constexpr float largest_quant(int8_t) { return 127.0f; }
+OCTAVO_INLINE constexpr float largest_quant(int16_t) { return 4095.0f; }
+
+// Quantised rows, in tiles of kRowTile rows; the last tile may hold fewer, R of them:
+//
+//   quants  tile [group][R][32]     the order in which a pass over a panel reads them
+//   scales  tile [group][R]
+//   sums    tile [group][R]         scale * sum(quants), what a weight's min multiplies
+template <class T>
+struct QuantizedRows {
+  T* quants;
+  float* scales;
+  float* sums;
+  int num_rows;
+  int width;
+
+  // Lay out rows in scratch memory; `*end` is what follows.
+  QuantizedRows(void* scratch, int num_rows, int width, char** end)
+      : num_rows(num_rows), width(width) {
+    const size_t per_group = align_up(static_cast<size_t>(num_rows) * groups() * sizeof(float));
+    char* at = static_cast<char*>(scratch);
+    quants = reinterpret_cast<T*>(at);
+    at += align_up(static_cast<size_t>(num_rows) * width * sizeof(T));
+    scales = reinterpret_cast<float*>(at);
+    at += per_group;
+    sums = reinterpret_cast<float*>(at);
+    *end = at + per_group;
+  }
+
+  int groups() const { return width / kGroup; }
+  int num_tiles() const { return static_cast<int>(ceil_div(num_rows, kRowTile)); }
+  int rows_in_tile(int tile) const { return smaller_of(kRowTile, num_rows - tile * kRowTile); }
+};
+
+// One group: s = max|x| / Q, i = rint(x * (Q / max|x|)). A group so small that Q / max|x| overflows
+// counts as zeros. A group with an infinity or a NaN becomes NaN: scale and sum carry it on.
+template <class T>
+OCTAVO_INLINE void quantize_group(const float* x, T* quants, float* scale, float* sum) {
+  constexpr float kLargestFloat = 0x1.fffffep127f;
+  const float largest = largest_quant(T{});
+  F8 v[4];
+  I32x8 top = zero_i32();
+  for (int i = 0; i < 4; ++i) {
+    v[i] = load(x + 8 * i);
+    top = max(top, magnitude_bits(v[i]));
+  }
+  const int32_t top_bits = max_lanes(top);
+  float magnitude;
+  memcpy(&magnitude, &top_bits, sizeof magnitude);
+
+  const float inverse = largest / magnitude;
+  const bool finite = magnitude <= kLargestFloat;
+  if (!finite || inverse > kLargestFloat) {
+    memset(quants, 0, kGroup * sizeof(T));
+    *scale = *sum = finite ? 0.0f : __builtin_nanf("");
+    return;
+  }
+  I32x8 q[4];
+  I32x8 total = zero_i32();
+  for (int i = 0; i < 4; ++i) {
+    q[i] = round_to_int(mul(v[i], broadcast(inverse)));
+    total = add(total, q[i]);
+  }
+  store_narrow(quants, q);
+  *scale = magnitude / largest;
+  *sum = *scale * static_cast<float>(sum_lanes(total));
+}
+
+template <class T>
+OCTAVO_INLINE void quantize_tile(const QuantizedRows<T>& to, int tile, const float* x) {
+  const int rows = to.rows_in_tile(tile);
+  const size_t first = static_cast<size_t>(tile) * kRowTile;
+  const size_t per_group = first * to.groups();
+  T* quants = to.quants + first * to.width;
+  for (int row = 0; row < rows; ++row) {
+    const float* from = x + (first + row) * to.width;
+    for (int group = 0; group < to.groups(); ++group) {
+      const size_t at = static_cast<size_t>(group) * rows + row;
+      quantize_group(from + group * kGroup, quants + at * kGroup, to.scales + per_group + at,
+                     to.sums + per_group + at);
+    }
+  }
+}
+
+}  // namespace octavo::OCTAVO_ISA

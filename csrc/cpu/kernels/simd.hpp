@@ -1,0 +1,27 @@
+// Eight virtual lanes, and the integer dot products of quantised weights.
+//
+// Kernels are written once against these types and compiled per ISA. Each translation unit defines
+// OCTAVO_ISA, the namespace of everything it compiles, so that the linker cannot merge two builds of
+// one function. Rule: an implementation may choose instructions, never another result.
+//
+//   F8        8 floats: load, store, add, sub, mul, div, fma (one rounding), max, min, round_even
+//   Mask8     8 truths: less, lanes_between, select
+//   I32x8     8 int32: round_to_int (NaN and overflow give INT_MIN), to_float, sum_lanes
+//   Nibbles / bytes: dot products of 4-bit and 8-bit weights, exact
+//
+// max(a, b) is a > b ? a : b and min(a, b) is a < b ? a : b, per lane: what x86 does with NaN.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "../layouts.hpp"
+
+#define OCTAVO_INLINE static inline __attribute__((always_inline))
+
+#if defined(OCTAVO_KERNELS_AVX2)
+#include "simd_avx2.hpp"
+#else
+#include "simd_scalar.hpp"
+#endif

@@ -1,0 +1,184 @@
+// simd.hpp on AVX2, FMA and F16C.
+#pragma once
+
+#include <immintrin.h>
+
+namespace octavo::OCTAVO_ISA {
+
+struct F8 {
+  __m256 v;
+};
+struct Mask8 {
+  __m256 v;
+};
+struct I32x8 {
+  __m256i v;
+};
+
+// -- floats -------------------------------------------------------------------------------------
+
+OCTAVO_INLINE F8 zero() { return {_mm256_setzero_ps()}; }
+OCTAVO_INLINE F8 broadcast(float x) { return {_mm256_set1_ps(x)}; }
+OCTAVO_INLINE F8 load(const float* p) { return {_mm256_loadu_ps(p)}; }
+OCTAVO_INLINE F8 load(const Half* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+OCTAVO_INLINE void store(float* p, F8 a) { _mm256_storeu_ps(p, a.v); }
+OCTAVO_INLINE void store(Half* p, F8 a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
+}
+OCTAVO_INLINE float to_float(Half h) { return _cvtsh_ss(h.bits); }
+
+OCTAVO_INLINE F8 add(F8 a, F8 b) { return {_mm256_add_ps(a.v, b.v)}; }
+OCTAVO_INLINE F8 sub(F8 a, F8 b) { return {_mm256_sub_ps(a.v, b.v)}; }
+OCTAVO_INLINE F8 mul(F8 a, F8 b) { return {_mm256_mul_ps(a.v, b.v)}; }
+OCTAVO_INLINE F8 div(F8 a, F8 b) { return {_mm256_div_ps(a.v, b.v)}; }
+OCTAVO_INLINE F8 fma(F8 a, F8 b, F8 c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+OCTAVO_INLINE F8 max(F8 a, F8 b) { return {_mm256_max_ps(a.v, b.v)}; }
+OCTAVO_INLINE F8 min(F8 a, F8 b) { return {_mm256_min_ps(a.v, b.v)}; }
+OCTAVO_INLINE F8 round_even(F8 a) {
+  return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+
+// -- masks --------------------------------------------------------------------------------------
+
+OCTAVO_INLINE Mask8 less(F8 a, F8 b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ)}; }
+
+// Lane i is true if begin <= first + i < end.
+OCTAVO_INLINE Mask8 lanes_between(int first, int begin, int end) {
+  const __m256i index =
+      _mm256_add_epi32(_mm256_set1_epi32(first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  const __m256i before = _mm256_cmpgt_epi32(_mm256_set1_epi32(begin), index);
+  const __m256i inside = _mm256_cmpgt_epi32(_mm256_set1_epi32(end), index);
+  return {_mm256_castsi256_ps(_mm256_andnot_si256(before, inside))};
+}
+
+OCTAVO_INLINE F8 select(Mask8 mask, F8 if_true, F8 if_false) {
+  return {_mm256_blendv_ps(if_false.v, if_true.v, mask.v)};
+}
+
+// -- reductions over lanes ----------------------------------------------------------------------
+
+// ((l0 + l4) + (l2 + l6)) + ((l1 + l5) + (l3 + l7)): the tree of the contract.
+OCTAVO_INLINE float sum_lanes(F8 a) {
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+
+OCTAVO_INLINE float max_lanes(F8 a) {
+  __m128 s = _mm_max_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+  s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+
+OCTAVO_INLINE float first_lane(F8 a) { return _mm256_cvtss_f32(a.v); }
+
+// -- int32 --------------------------------------------------------------------------------------
+
+OCTAVO_INLINE I32x8 zero_i32() { return {_mm256_setzero_si256()}; }
+OCTAVO_INLINE I32x8 add(I32x8 a, I32x8 b) { return {_mm256_add_epi32(a.v, b.v)}; }
+OCTAVO_INLINE I32x8 round_to_int(F8 a) { return {_mm256_cvtps_epi32(a.v)}; }
+OCTAVO_INLINE F8 to_float(I32x8 a) { return {_mm256_cvtepi32_ps(a.v)}; }
+
+OCTAVO_INLINE int32_t sum_lanes(I32x8 a) {
+  __m128i s = _mm_add_epi32(_mm256_castsi256_si128(a.v), _mm256_extracti128_si256(a.v, 1));
+  s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
+}
+
+// The float whose exponent field is n + 127: 2^n for -126 <= n <= 127, else of no meaning.
+OCTAVO_INLINE F8 power_of_two(I32x8 n) {
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.v, _mm256_set1_epi32(127)), 23))};
+}
+
+// The bits of |a|. As integers they are ordered like the numbers, infinity and then NaN on top.
+OCTAVO_INLINE I32x8 magnitude_bits(F8 a) {
+  return {_mm256_and_si256(_mm256_castps_si256(a.v), _mm256_set1_epi32(0x7fffffff))};
+}
+OCTAVO_INLINE I32x8 max(I32x8 a, I32x8 b) { return {_mm256_max_epi32(a.v, b.v)}; }
+OCTAVO_INLINE int32_t max_lanes(I32x8 a) {
+  __m128i s = _mm_max_epi32(_mm256_castsi256_si128(a.v), _mm256_extracti128_si256(a.v, 1));
+  s = _mm_max_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
+}
+
+// Narrow 32 integers that fit.
+OCTAVO_INLINE void store_narrow(int16_t* p, const I32x8 (&a)[4]) {
+  for (int i = 0; i < 2; ++i) {
+    const __m256i words = _mm256_packs_epi32(a[2 * i].v, a[2 * i + 1].v);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 16 * i),
+                        _mm256_permute4x64_epi64(words, 0xd8));
+  }
+}
+OCTAVO_INLINE void store_narrow(int8_t* p, const I32x8 (&a)[4]) {
+  const __m256i low = _mm256_permute4x64_epi64(_mm256_packs_epi32(a[0].v, a[1].v), 0xd8);
+  const __m256i high = _mm256_permute4x64_epi64(_mm256_packs_epi32(a[2].v, a[3].v), 0xd8);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm256_permute4x64_epi64(_mm256_packs_epi16(low, high), 0xd8));
+}
+
+// -- dot products of 4-bit weights with int8 activations ----------------------------------------
+
+struct Bytes32 {
+  __m256i v;
+};
+struct I16x16 {
+  __m256i v;
+};
+
+OCTAVO_INLINE Bytes32 load_bytes(const uint8_t* p) {
+  return {_mm256_load_si256(reinterpret_cast<const __m256i*>(p))};
+}
+OCTAVO_INLINE void store_bytes(uint8_t* p, Bytes32 a) {
+  _mm256_store_si256(reinterpret_cast<__m256i*>(p), a.v);
+}
+OCTAVO_INLINE Bytes32 low_nibbles(Bytes32 a) {
+  return {_mm256_and_si256(a.v, _mm256_set1_epi8(15))};
+}
+OCTAVO_INLINE Bytes32 high_nibbles(Bytes32 a) {
+  return {_mm256_and_si256(_mm256_srli_epi16(a.v, 4), _mm256_set1_epi8(15))};
+}
+// Four activations, in each of eight dwords.
+OCTAVO_INLINE Bytes32 broadcast_quad(const int8_t* p) {
+  int32_t quad;
+  memcpy(&quad, p, sizeof quad);
+  return {_mm256_set1_epi32(quad)};
+}
+OCTAVO_INLINE I16x16 zero_i16() { return {_mm256_setzero_si256()}; }
+
+// sum += weights (0 .. 15) * activations (int8), adjacent pairs added. Cannot overflow within a
+// group: 8 quads of 2 * 15 * 127 are 30480. The empty asm keeps GCC from reassociating the chain of
+// additions, which makes it spill (measured: 1.5 to 2 times slower).
+OCTAVO_INLINE void multiply_add(I16x16& sum, Bytes32 weights, Bytes32 activations) {
+  sum.v = _mm256_add_epi16(sum.v, _mm256_maddubs_epi16(weights.v, activations.v));
+  asm("" : "+x"(sum.v));
+}
+OCTAVO_INLINE I32x8 add_pairs(I16x16 a) { return {_mm256_madd_epi16(a.v, _mm256_set1_epi16(1))}; }
+
+// -- dot products of 8-bit weights with int16 activations ---------------------------------------
+
+struct Words16 {
+  __m256i v;
+};
+
+// 16 int8 weights, widened.
+OCTAVO_INLINE Words16 load_widened(const int8_t* p) {
+  return {_mm256_cvtepi8_epi16(_mm_load_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+// Two activations, in each of eight dwords.
+OCTAVO_INLINE Words16 broadcast_pair(const int16_t* p) {
+  int32_t pair;
+  memcpy(&pair, p, sizeof pair);
+  return {_mm256_set1_epi32(pair)};
+}
+OCTAVO_INLINE void multiply_add(I32x8& sum, Words16 weights, Words16 activations) {
+  sum.v = _mm256_add_epi32(sum.v, _mm256_madd_epi16(weights.v, activations.v));
+  asm("" : "+x"(sum.v));
+}
+
+OCTAVO_INLINE void prefetch(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
+
+}  // namespace octavo::OCTAVO_ISA

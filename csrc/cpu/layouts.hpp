@@ -1,0 +1,51 @@
+// How weights and KV pages lie in memory. Plain data: shared by the packer and by every ISA's kernels.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace octavo {
+
+constexpr int kPanel = 16;       // outputs (rows of W) that a weight panel holds
+constexpr int kGroup = 32;       // weights that share a scale, along K
+constexpr int kBlockTokens = 16; // tokens of a KV block
+constexpr int kRowTile = 4;      // rows of x that one pass over a panel serves
+constexpr size_t kAlignment = 64;
+
+struct Half {
+  uint16_t bits;
+};
+
+// A weight W [N, K] is N / 16 panels, one after the other; the last is padded with zero rows.
+// A panel is K / 32 blocks; a block holds 16 outputs n by 32 inputs k, scales inline.
+
+// q4m, w = scale * q + min. Row j of `quants` holds k = 4j .. 4j + 3: what one dword of four
+// activations multiplies, for all 16 outputs.
+//
+//              byte 0 .. 3      4 .. 7           28 .. 31
+//   quants[j]  n=0, k=4j..4j+3  n=1, k=4j..4j+3  ...  n=7      in the low nibbles
+//              n=8              n=9                   n=15     in the high nibbles
+struct Q4mBlock {
+  uint8_t quants[kGroup / 4][32];
+  Half scales[kPanel];
+  Half mins[kPanel];
+};
+
+// q8, w = scale * q. Row p of `quants` holds k = 2p, 2p + 1: what one pair of int16 activations
+// multiplies.
+//
+//              byte 0, 1           2, 3                30, 31
+//   quants[p]  n=0, k=2p, 2p + 1   n=1, k=2p, 2p + 1   ...  n=15
+struct Q8Block {
+  int8_t quants[kGroup / 2][32];
+  Half scales[kPanel];
+};
+
+// f32 panels are [K][16] floats: the 16 outputs' weights for one k side by side.
+
+static_assert(sizeof(Q4mBlock) == 320, "5 bits a weight");
+static_assert(sizeof(Q8Block) == 544, "8.5 bits a weight");
+
+// A KV page: K as [kv_heads][head_dim][16], then V as [kv_heads][16][head_dim].
+
+}  // namespace octavo

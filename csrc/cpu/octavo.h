@@ -1,0 +1,132 @@
+/* The C ABI between Python (octavo/backends/native/library.py) and the CPU kernels.
+ *
+ * Rule: whoever changes a struct, an enum or a signature here raises OCTAVO_ABI_VERSION and mirrors
+ * the change in library.py. Pointers are borrowed: the library owns no tensor.
+ */
+#pragma once
+
+#include <stdint.h>
+
+#define OCTAVO_ABI_VERSION 1
+#define OCTAVO_API __attribute__((visibility("default")))
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum OctavoIsa { OCTAVO_ISA_AUTO, OCTAVO_ISA_SCALAR, OCTAVO_ISA_AVX2 };
+
+/* How a weight lies in memory (layouts.hpp). */
+enum OctavoFormat { OCTAVO_FORMAT_F32, OCTAVO_FORMAT_Q4M, OCTAVO_FORMAT_Q8 };
+
+enum OctavoDType { OCTAVO_DTYPE_F32, OCTAVO_DTYPE_F16 };
+
+/* Which size of the step counts an op's rows. */
+enum OctavoRows { OCTAVO_ROWS_TOKENS, OCTAVO_ROWS_SEQS, OCTAVO_ROWS_SAMPLED };
+
+enum OctavoOpKind {
+  OCTAVO_OP_EMBEDDING,
+  OCTAVO_OP_RMS_NORM,
+  OCTAVO_OP_ADD_RMS_NORM,
+  OCTAVO_OP_LINEAR,
+  OCTAVO_OP_ROTARY_STORE_KV,
+  OCTAVO_OP_ATTENTION,
+  OCTAVO_OP_GATED_SILU,
+  OCTAVO_OP_GATHER_ROWS,
+  OCTAVO_NUM_OP_KINDS
+};
+
+/* One op of a bound program. Fields that a kind does not use are zero. */
+typedef struct OctavoOp {
+  int32_t kind;          /* OctavoOpKind */
+  int32_t rows;          /* OctavoRows of the output */
+  int32_t format;        /* OctavoFormat of `weight` */
+  int32_t kv_dtype;      /* OctavoDType of `kv` */
+  int32_t in_width;      /* columns of x */
+  int32_t out_width;     /* columns of out */
+  int32_t table_rows;    /* embedding: vocabulary; rotary: positions of the table */
+  int32_t q_heads;
+  int32_t kv_heads;
+  int32_t head_dim;
+  int32_t rotary_dim;
+  int32_t kv_group;      /* whose block table and slot mapping */
+  int32_t window;        /* attention: positions seen, 0 for all */
+  float scale;           /* embedding, attention */
+  float eps;             /* norms */
+  int32_t reserved;
+  int64_t scratch_nbytes;
+  const float* x;        /* [rows, in_width] */
+  const float* residual; /* add_rms_norm */
+  const void* weight;    /* packed weight, norm weight, or rope table */
+  const float* bias;     /* linear, or NULL */
+  float* out;            /* [rows, out_width] */
+  float* out_sum;        /* add_rms_norm; may be residual */
+  void* kv;              /* pages of the layer's storage: [num_blocks][page] */
+  void* scratch;
+} OctavoOp;
+
+/* What a step reads: StepInputs of octavo/backends/base.py. */
+typedef struct OctavoInputs {
+  const int32_t* token_ids;    /* [max_tokens] */
+  const int32_t* positions;    /* [max_tokens] */
+  const int32_t* cu_q;         /* [max_seqs + 1] */
+  const int32_t* seq_lens;     /* [max_seqs] */
+  const int32_t* slot_mapping; /* [num_groups][max_tokens] */
+  const int32_t* block_table;  /* [num_groups][max_seqs][max_blocks] */
+  const int32_t* sampled_rows; /* [max_sampled] */
+} OctavoInputs;
+
+typedef struct OctavoLimits {
+  int32_t max_tokens;
+  int32_t max_seqs;
+  int32_t max_sampled;
+  int32_t max_blocks; /* width of a block table */
+  int32_t num_groups;
+  int32_t num_blocks; /* KV blocks a table or a slot may name */
+} OctavoLimits;
+
+enum OctavoCode { OCTAVO_OK, OCTAVO_BAD_PROGRAM, OCTAVO_BAD_INPUT };
+
+/* Why a call was refused. Nothing has been written when code is not OCTAVO_OK. */
+typedef struct OctavoStatus {
+  int32_t code;
+  int32_t op;  /* index into the ops, -1 if the step itself is at fault */
+  int32_t row; /* row of the input at fault, or -1 */
+  char cause[180];
+} OctavoStatus;
+
+typedef struct OctavoContext OctavoContext;
+
+/* One GGUF tensor to pack, as rows of K weights. */
+typedef struct OctavoPackJob {
+  int32_t format;           /* OctavoFormat; raw is F32, Q4_1 or Q8_0 accordingly */
+  int32_t width;            /* K */
+  int64_t num_rows;         /* rows to write */
+  int64_t first_row;        /* row of the packed weight the first one becomes */
+  const uint8_t* raw;
+  const int32_t* row_order; /* output row i is raw row row_order[i]; NULL keeps the order */
+  void* packed;             /* the whole packed weight, 64-byte aligned, zeroed before its first part */
+} OctavoPackJob;
+
+OCTAVO_API int32_t octavo_version(void);
+
+/* A context with its thread team (the caller of octavo_run is thread 0 of it). NULL if this CPU
+ * lacks the ISA asked for or no thread could be started. */
+OCTAVO_API OctavoContext* octavo_create(int32_t isa, int32_t num_threads);
+OCTAVO_API void octavo_destroy(OctavoContext* context);
+OCTAVO_API const char* octavo_isa(const OctavoContext* context);
+
+OCTAVO_API void octavo_pack(OctavoContext* context, const OctavoPackJob* job);
+
+/* Keep a copy of the ops; everything they point at must outlive the context or the next bind. */
+OCTAVO_API void octavo_bind(OctavoContext* context, const OctavoOp* ops, int32_t num_ops,
+                            const OctavoInputs* inputs, const OctavoLimits* limits,
+                            OctavoStatus* status);
+
+/* Run all ops on a step of this size. */
+OCTAVO_API void octavo_run(OctavoContext* context, int32_t num_tokens, int32_t num_seqs,
+                           int32_t num_sampled, OctavoStatus* status);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,224 @@
+"""The reference backend: interprets a program op by op with torch on the CPU.
+
+It is the oracle for every other backend and serves where no compiler was at hand. Rule: readable
+first, row-invariant always; see linear.py, attention.py and elementwise.py for how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from octavo.backends.base import DeviceMemory, StepInputs, WeightRows
+from octavo.backends.torch.attention import Items, attention
+from octavo.backends.torch.elementwise import rms_norm, silu_gate
+from octavo.backends.torch.linear import QuantizedWeight, linear
+from octavo.backends.torch.rotary import kv_views, rotary_store_kv
+from octavo.backends.torch.table import TorchKernelTable
+from octavo.errors import BackendError
+from octavo.program.ir import (
+    KV,
+    AddRMSNorm,
+    Attention,
+    Buf,
+    Embedding,
+    GatedActivation,
+    GatherRows,
+    Linear,
+    Op,
+    RMSNorm,
+    RotaryStoreKV,
+    Weight,
+)
+from octavo.program.planner import SealedProgram
+from octavo.quantization.formats import GROUP, Format
+from octavo.quantization.packing import unpack_groups
+
+
+class _Step:
+    """The inputs of one step as tensors, and its items per layer group."""
+
+    def __init__(self, inputs: StepInputs, num_tokens: int, num_seqs: int, num_sampled: int) -> None:
+        self.num_tokens = num_tokens
+        self.token_ids = torch.from_numpy(inputs.token_ids[:num_tokens].astype(np.int64))
+        self.positions = torch.from_numpy(inputs.positions[:num_tokens].astype(np.int64))
+        self.slots = torch.from_numpy(inputs.slot_mapping[:, :num_tokens].astype(np.int64))
+        self.sampled_rows = torch.from_numpy(inputs.sampled_rows[:num_sampled].astype(np.int64))
+        self.sizes = {"T": num_tokens, "S": num_seqs, "R": num_sampled}
+        self.items = [
+            Items.build(
+                inputs.cu_q[: num_seqs + 1], inputs.seq_lens[:num_seqs], table[:num_seqs], inputs.positions
+            )
+            for table in inputs.block_table
+        ]
+
+
+class TorchBackend:
+    """Runs programs on torch. quantized: compute in the arithmetic of quantised weights, as the native
+    backend does; else dequantise them and compute in f32. num_threads is torch's, process-wide."""
+
+    name = "torch"
+
+    def __init__(self, *, quantized: bool = False, num_threads: int | None = None) -> None:
+        self.table = TorchKernelTable(quantized=quantized)
+        self._quantized = quantized
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+
+    # -- loading ------------------------------------------------------------------------------
+
+    def pack_weight(self, weight: Weight, parts: list[WeightRows], out: torch.Tensor) -> None:
+        """Dequantise, or unpack to integers and scales, part by part."""
+        if not (self._quantized and weight.format.quantized):
+            rows = np.concatenate([part.dequantize() for part in parts])
+            out.view(torch.float32).copy_(torch.from_numpy(rows.reshape(-1)))
+            return
+        target = _quantized_views(weight, out)
+        start = 0
+        for part in parts:
+            raw = part.raw if part.row_order is None else part.raw[part.row_order]
+            groups = unpack_groups(part.type_name, raw)
+            stop = start + raw.shape[0]
+            target.q[start:stop] = torch.from_numpy(groups.q)
+            target.d[start:stop] = torch.from_numpy(groups.d)
+            if target.m is not None:
+                assert groups.m is not None
+                target.m[start:stop] = torch.from_numpy(groups.m)
+            start = stop
+
+    def bind(self, sealed: SealedProgram, memory: DeviceMemory, inputs: StepInputs) -> None:
+        """See Backend.bind."""
+        self._sealed, self._memory, self._inputs = sealed, memory, inputs
+        self._weights = {w.id: self._view(w) for w in sealed.program.weights}
+        self._ropes = {}
+        for rope in sealed.program.ropes:
+            start = sealed.rope_offsets[rope.id]
+            table = memory.weights[start : start + rope.nbytes].view(torch.float32)
+            self._ropes[rope.id] = table.view(rope.max_positions, rope.rotary_dim)
+
+    def _view(self, weight: Weight) -> torch.Tensor | QuantizedWeight:
+        start = self._sealed.weight_offsets[weight.id]
+        memory = self._memory.weights[start : start + self.table.weight_nbytes(weight)]
+        if self._quantized and weight.format.quantized:
+            return _quantized_views(weight, memory)
+        return memory.view(torch.float32).view(weight.shape)
+
+    # -- running ------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def run(self, num_tokens: int, num_seqs: int, num_sampled: int) -> torch.Tensor:
+        """See Backend.run."""
+        self._check_inputs(num_tokens, num_seqs, num_sampled)
+        step = _Step(self._inputs, num_tokens, num_seqs, num_sampled)
+        for planned in self._sealed.ops:
+            self._HANDLERS[type(planned.op)](self, planned.op, step)
+        return self._buf(self._sealed.program.logits, step)
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+    def _check_inputs(self, num_tokens: int, num_seqs: int, num_sampled: int) -> None:
+        """Raise BackendError for what would read or write out of range."""
+        program, inputs = self._sealed.program, self._inputs
+        num_slots = self._memory.kv.shape[1] * 16
+        positions = min((rope.max_positions for rope in program.ropes), default=2**31)
+        vocab = next(op.weight.shape[0] for op in program.ops if isinstance(op, Embedding))
+        for name, values, stop in (
+            ("token_ids", inputs.token_ids[:num_tokens], vocab),
+            ("positions", inputs.positions[:num_tokens], positions),
+            ("slot_mapping", inputs.slot_mapping[:, :num_tokens], num_slots),
+            ("sampled_rows", inputs.sampled_rows[:num_sampled], num_tokens),
+            ("seq_lens", inputs.seq_lens[:num_seqs], self._sealed.limits.max_model_len + 1),
+        ):
+            if values.size and (values.min() < 0 or values.max() >= stop):
+                raise BackendError(
+                    f"step inputs: {name} must lie in 0..{stop - 1}, found {values.min()}..{values.max()}"
+                )
+
+    def _buf(self, buf: Buf, step: _Step) -> torch.Tensor:
+        """The rows of a buffer that this step uses."""
+        rows = step.sizes[buf.rows]
+        start = self._sealed.offset(buf)
+        memory = self._memory.arena[start : start + rows * buf.width * 4]
+        return memory.view(torch.float32).view(rows, buf.width)
+
+    def _dense(self, weight: Weight) -> torch.Tensor:
+        tensor = self._weights[weight.id]
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
+
+    def _caches(self, kv: KV) -> tuple[torch.Tensor, torch.Tensor]:
+        return kv_views(self._memory.kv[self._sealed.program.kv_places[kv.layer][1]], kv)
+
+    # -- ops: each handler reads its op's inputs and writes its outputs ------------------------
+
+    def _embedding(self, op: Embedding, step: _Step) -> None:
+        weight = self._weights[op.weight.id]
+        if isinstance(weight, QuantizedWeight):
+            rows = weight.q[step.token_ids].float().view(step.num_tokens, -1, GROUP)
+            rows = rows * weight.d[step.token_ids][:, :, None]
+            if weight.m is not None:
+                rows = rows + weight.m[step.token_ids][:, :, None]
+            rows = rows.view(step.num_tokens, -1)
+        else:
+            rows = weight[step.token_ids]
+        self._buf(op.out, step).copy_(rows if op.scale == 1.0 else rows * op.scale)
+
+    def _rms_norm(self, op: RMSNorm, step: _Step) -> None:
+        x = self._buf(op.x, step)
+        self._buf(op.out, step).copy_(rms_norm(x, self._dense(op.weight), op.eps))
+
+    def _add_rms_norm(self, op: AddRMSNorm, step: _Step) -> None:
+        total = self._buf(op.residual, step) + self._buf(op.x, step)
+        self._buf(op.out_sum, step).copy_(total)
+        self._buf(op.out, step).copy_(rms_norm(total, self._dense(op.weight), op.eps))
+
+    def _linear(self, op: Linear, step: _Step) -> None:
+        out = self._buf(op.out, step)
+        linear(self._buf(op.x, step), self._weights[op.weight.id], out)
+        if op.bias is not None:
+            out += self._dense(op.bias)
+
+    def _rotary_store_kv(self, op: RotaryStoreKV, step: _Step) -> None:
+        group, _ = self._sealed.program.kv_places[op.kv.layer]
+        cos_sin = self._ropes[op.rope.id][step.positions]
+        qkv = self._buf(op.qkv, step)
+        q = rotary_store_kv(qkv, cos_sin, step.slots[group], self._caches(op.kv), op.q_heads)
+        self._buf(op.out, step).copy_(q)
+
+    def _attention(self, op: Attention, step: _Step) -> None:
+        group, _ = self._sealed.program.kv_places[op.kv.layer]
+        q = self._buf(op.q, step)
+        out = attention(q, *self._caches(op.kv), step.items[group], op.kv, op.scale)
+        self._buf(op.out, step).copy_(out)
+
+    def _gated_activation(self, op: GatedActivation, step: _Step) -> None:
+        assert op.activation == "silu"
+        self._buf(op.out, step).copy_(silu_gate(self._buf(op.x, step)))
+
+    def _gather_rows(self, op: GatherRows, step: _Step) -> None:
+        self._buf(op.out, step).copy_(self._buf(op.x, step)[step.sampled_rows])
+
+    _HANDLERS: dict[type[Op], Callable[..., None]] = {  # noqa: RUF012
+        Embedding: _embedding,
+        RMSNorm: _rms_norm,
+        AddRMSNorm: _add_rms_norm,
+        Linear: _linear,
+        RotaryStoreKV: _rotary_store_kv,
+        Attention: _attention,
+        GatedActivation: _gated_activation,
+        GatherRows: _gather_rows,
+    }
+
+
+def _quantized_views(weight: Weight, memory: torch.Tensor) -> QuantizedWeight:
+    """[q int8 | d f32 | m f32 if any] in one piece of memory."""
+    n, k = weight.shape
+    groups = n * k // GROUP
+    q = memory[: n * k].view(torch.int8).view(n, k)
+    scales = memory[n * k :].view(torch.float32)
+    d = scales[:groups].view(n, -1)
+    m = scales[groups:].view(n, -1) if weight.format is Format.Q4M else None
+    return QuantizedWeight(weight.format, q, d, m)

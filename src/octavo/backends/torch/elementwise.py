@@ -1,0 +1,54 @@
+"""Norms, activations, and exp.
+
+Rule: only operations that IEEE 754 rounds exactly (+ - * / sqrt, comparisons, conversions) and sums
+in a fixed tree. torch's own exp, silu and sum give a row other bits when it is computed alone: the
+tail of a vectorised loop takes another path.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_LOG2E = 1.44269504
+_LN2_HIGH = 0.693145752
+_LN2_LOW = 1.42860677e-6
+_EXP_COEFFICIENTS = (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)
+#: Below this, exp is 0: the contract's cut, well inside float32's range.
+EXP_MIN = -87.0
+EXP_MAX = 87.0
+
+
+def exp(x: torch.Tensor) -> torch.Tensor:
+    """e**x for x <= 87, f32, within 2 ulp; 0 below -87 and for -inf. NaN stays NaN."""
+    clamped = x.clamp(EXP_MIN, EXP_MAX)
+    n = torch.round(clamped * _LOG2E)
+    r = clamped - n * _LN2_HIGH
+    r = r - n * _LN2_LOW
+    p = torch.full_like(r, _EXP_COEFFICIENTS[0])
+    for coefficient in _EXP_COEFFICIENTS[1:]:
+        p = p * r + coefficient
+    bits = (n.nan_to_num().to(torch.int32) + 127) << 23
+    return torch.where(x < EXP_MIN, torch.zeros_like(p), p * bits.view(torch.float32))
+
+
+def tree_sum(x: torch.Tensor) -> torch.Tensor:
+    """Sum over the last dimension by halves, zero-padded to a power of two."""
+    width = 1 << (x.shape[-1] - 1).bit_length()
+    x = torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+    while width > 1:
+        width //= 2
+        x = x[..., :width] + x[..., width:]
+    return x[..., 0]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """[n, K], [K] -> [n, K]."""
+    mean = tree_sum(x * x) / x.shape[-1]
+    r = torch.ones_like(mean) / torch.sqrt(mean + eps)
+    return (x * r[:, None]) * weight
+
+
+def silu_gate(x: torch.Tensor) -> torch.Tensor:
+    """[n, 2 F] -> [n, F]."""
+    gate, up = x.chunk(2, dim=-1)
+    return gate / (1.0 + exp((-gate).clamp(max=EXP_MAX))) * up

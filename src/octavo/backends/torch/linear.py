@@ -1,0 +1,67 @@
+"""Linear layers whose rows don't know each other.
+
+Rule: every matrix product has the same number of rows, ROWS, padded with zeros: torch picks its
+kernel by shape, and the same kernel gives a row the same bits wherever it stands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from octavo.quantization.formats import GROUP, Format
+
+#: Rows of every matrix product. Few enough that decoding one token does not cost a prefill.
+ROWS = 16
+_ACTIVATION_MAX = {Format.Q4M: 127.0, Format.Q8: 4095.0}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """Integers q int8 [N, K]; scales d and mins m, f32 [N, K / 32]; views into the weights' memory."""
+
+    format: Format
+    q: torch.Tensor
+    d: torch.Tensor
+    m: torch.Tensor | None
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, out: torch.Tensor) -> None:
+    """out[n, N] = x[n, K] W^T, in tiles of ROWS rows."""
+    apply = _quantized_tile if isinstance(weight, QuantizedWeight) else _dense_tile
+    for start in range(0, x.shape[0], ROWS):
+        tile = x[start : start + ROWS]
+        count = tile.shape[0]
+        if count < ROWS:
+            tile = torch.cat([tile, tile.new_zeros(ROWS - count, tile.shape[1])])
+        out[start : start + count] = apply(tile, weight)[:count]  # type: ignore[arg-type]
+
+
+def _dense_tile(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.mm(x, weight.t())
+
+
+def _quantized_tile(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    """The contract's quantised arithmetic. Integer sums of a group stay below 2**24, so f32 products
+    hold them exactly in any order; fma is a product and a sum in float64, rounded once to f32."""
+    rows, k = x.shape
+    groups = k // GROUP
+    top = _ACTIVATION_MAX[weight.format]
+    x = x.view(rows, groups, GROUP)
+    peak = x.abs().amax(dim=2)
+    scale = peak / top
+    inverse = torch.where(peak > 0, top / peak, torch.zeros_like(peak))
+    ints = torch.round(x * inverse[:, :, None])
+    sums = scale * ints.sum(dim=2)  # exact: integers
+    dots = torch.bmm(ints.transpose(0, 1), weight.q.view(-1, groups, GROUP).permute(1, 2, 0).float())
+    acc = x.new_zeros(rows, weight.q.shape[0])
+    for g in range(groups):
+        acc = _fma(dots[g], weight.d[:, g] * scale[:, g, None], acc)
+        if weight.m is not None:
+            acc = _fma(weight.m[:, g].expand_as(acc), sums[:, g, None].expand_as(acc), acc)
+    return acc
+
+
+def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    return (a.double() * b.double() + c.double()).float()

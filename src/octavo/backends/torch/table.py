@@ -1,0 +1,35 @@
+"""What the torch backend runs, and how it stores parameters.
+
+Rule: no torch here; a plan can be made and priced on a machine that has none.
+"""
+
+from __future__ import annotations
+
+from octavo.program.ir import Op, Weight
+from octavo.program.planner import Kernel, Limits
+from octavo.quantization.formats import GROUP, Format
+
+
+class TorchKernelTable:
+    """Serves every op. quantized: keep quantised weights as they are and compute in their arithmetic;
+    else dequantise to f32."""
+
+    name = "torch"
+
+    def __init__(self, *, quantized: bool) -> None:
+        self.quantized = quantized
+
+    def choose(self, op: Op, limits: Limits) -> Kernel:
+        """Every op has one kernel, named after it. Temporaries are torch's own."""
+        del limits
+        return Kernel(f"torch.{op.kind}")
+
+    def weight_nbytes(self, weight: Weight) -> int:
+        """f32, or int8 with f32 scales (and mins) per group."""
+        elements = 1
+        for size in weight.shape:
+            elements *= size
+        if not self.quantized or not weight.format.quantized:
+            return 4 * elements
+        scales = 2 if weight.format is Format.Q4M else 1
+        return elements + 4 * scales * (elements // GROUP)

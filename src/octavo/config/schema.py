@@ -1,0 +1,67 @@
+"""Every setting of the engine, once.
+
+CLI flags, environment names and the reference page are made from this schema. Rule: a config is
+frozen; nobody edits one after `resolve`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import ConfigError
+
+BACKENDS = ("auto", "native", "torch")
+KV_DTYPES = ("auto", "f16", "f32")
+POLICIES = ("fcfs", "priority")
+
+
+def setting(default: Any, help_: str) -> Any:
+    """A field with its one-line help."""
+    return dataclasses.field(default=default, metadata={"help": help_})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How a model is loaded and served. 0 and "auto" mean: decide from the model and the machine."""
+
+    model: str = setting("smollm2-135m-instruct", "Catalog name, or path of a .gguf file.")
+    backend: str = setting("auto", "native (C++), torch (reference), or auto: native where it was built.")
+    kv_dtype: str = setting("auto", "Element type of the KV cache: f16, f32, or auto: f16 on native.")
+    max_model_len: int = setting(0, "Longest sequence, prompt and output; 0: what the model was trained for.")
+    max_num_seqs: int = setting(32, "Most requests that run at once.")
+    max_num_batched_tokens: int = setting(512, "Most tokens computed in one step.")
+    kv_cache_gib: float = setting(0.0, "Memory for KV blocks; 0: a quarter of what is free, at most 4 GiB.")
+    prefix_caching: bool = setting(True, "Keep KV blocks of finished requests and reuse them.")
+    policy: str = setting("fcfs", "fcfs: first come, first served. priority: smaller priority first.")
+    threads: int = setting(0, "Threads of the CPU backends; 0: as many as the machine or its quota allows.")
+    cache_dir: str = setting("", "Where models are kept; empty: octavo under the user's cache directory.")
+
+    def __post_init__(self) -> None:
+        _one_of("backend", self.backend, BACKENDS)
+        _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
+        _one_of("policy", self.policy, POLICIES)
+        for name, low in (
+            ("max_model_len", 0),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("kv_cache_gib", 0),
+            ("threads", 0),
+        ):
+            value = getattr(self, name)
+            if not low <= value < 2**31:
+                raise ConfigError(f"{name} is {value}; it must be at least {low}")
+        if not self.model:
+            raise ConfigError("model is empty; give a catalog name or the path of a .gguf file")
+
+    @property
+    def cache_path(self) -> Path:
+        """Where models are kept."""
+        return Path(self.cache_dir).expanduser()
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")

@@ -1,0 +1,212 @@
+"""Makes an `EngineRequest` of what a caller sent. Strings stop here.
+
+Rule: what leaves is complete and can be served: ids within the vocabulary, room for at least one
+token, max_tokens and seed filled in. Everything else is refused with the numbers that say why.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from octavo.errors import ContextLengthError, InvalidRequestError
+from octavo.input.chat_template import ChatTemplate
+from octavo.input.tokenizer import Tokenizer
+from octavo.messages import EngineRequest
+from octavo.sampling_params import SamplingParams
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_SEED_BITS = 63
+
+
+class InputProcessor:
+    """Tokenises, validates and completes requests for one model.
+
+    max_model_len: positions a request may use, prompt and output together. vocab_size: rows of the
+    model's embedding, which may be more than the tokenizer's tokens.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, *, max_model_len: int, vocab_size: int
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+
+    def process(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        arrival: float,
+        priority: int = 0,
+        clamp: bool = False,
+    ) -> EngineRequest:
+        """The request for a prompt given as text or as token ids, which are taken as they are.
+
+        clamp: lower a max_tokens that does not fit the context instead of refusing it. Raises
+        InvalidRequestError, and ContextLengthError where the context is too small.
+        """
+        if isinstance(prompt, str):
+            prompt_ids = self._encode(prompt, param="prompt", add_special_tokens=True)
+        else:
+            prompt_ids = self._check_ids(prompt)
+        return self._complete(
+            prompt_ids,
+            params,
+            "prompt",
+            request_id=request_id,
+            arrival=arrival,
+            priority=priority,
+            clamp=clamp,
+        )
+
+    def process_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        arrival: float,
+        priority: int = 0,
+        clamp: bool = True,
+    ) -> EngineRequest:
+        """The request for a conversation, rendered by the model's chat template.
+
+        Templates write their own special tokens; BOS is added only where the model wants one and its
+        template left it out. Errors as `process`.
+        """
+        if self.template is None:
+            raise InvalidRequestError(
+                "this model has no chat template, so it can't answer a conversation. Completions work, and a "
+                "template can be given to the server"
+            )
+        check_messages(messages)
+        text = self.template.render(messages)
+        prompt_ids = self._encode(text, param="messages", add_special_tokens=False)
+        bos_id = self.tokenizer.bos_id
+        if self.tokenizer.adds_bos and bos_id is not None and prompt_ids[:1] != [bos_id]:
+            prompt_ids.insert(0, bos_id)
+        return self._complete(
+            prompt_ids,
+            params,
+            "messages",
+            request_id=request_id,
+            arrival=arrival,
+            priority=priority,
+            clamp=clamp,
+        )
+
+    def _encode(self, text: str, *, param: str, add_special_tokens: bool) -> list[int]:
+        # A text this long can't fit whatever its tokens are; tokenising it would only cost time.
+        at_least = len(text) // self.tokenizer.max_token_bytes
+        if at_least >= self.max_model_len:
+            raise self._prompt_too_long(f"at least {at_least}", param)
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(str(error), param=param) from error
+
+    def _check_ids(self, prompt: Sequence[int]) -> list[int]:
+        if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):
+            raise InvalidRequestError(
+                f"the prompt is a {type(prompt).__name__}; it must be text or a list of token ids",
+                param="prompt",
+            )
+        for position, token_id in enumerate(prompt):
+            if type(token_id) is not int:
+                raise InvalidRequestError(
+                    f"prompt[{position}] is {_show(token_id)}, a {type(token_id).__name__}; token ids "
+                    "are integers",
+                    param="prompt",
+                )
+            if not 0 <= token_id < self.vocab_size:
+                raise InvalidRequestError(
+                    f"prompt[{position}] is {_show(token_id)}, but the model's tokens are "
+                    f"0..{self.vocab_size - 1}",
+                    param="prompt",
+                )
+        return list(prompt)
+
+    def _complete(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        param: str,
+        *,
+        request_id: str,
+        arrival: float,
+        priority: int,
+        clamp: bool,
+    ) -> EngineRequest:
+        """Check what is left to check and fill in what was left open."""
+        params.check_vocabulary(self.vocab_size)
+        if not prompt_ids:
+            raise InvalidRequestError("the prompt has no tokens; send at least one", param=param)
+        room = self.max_model_len - len(prompt_ids)
+        if room < 1:
+            raise self._prompt_too_long(str(len(prompt_ids)), param)
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        if max_tokens > room:
+            if not clamp:
+                raise ContextLengthError(
+                    f"the prompt has {len(prompt_ids)} tokens and max_tokens is {max_tokens}, in all "
+                    f"{len(prompt_ids) + max_tokens}; the context holds {self.max_model_len}. Lower "
+                    f"max_tokens to at most {room}, or shorten the prompt",
+                    param="max_tokens",
+                )
+            max_tokens = room
+        seed = secrets.randbits(_SEED_BITS) if params.seed is None else params.seed
+        return EngineRequest(
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            params=msgspec.structs.replace(params, max_tokens=max_tokens, seed=seed),
+            eos_ids=() if params.ignore_eos else self.tokenizer.eos_ids,
+            priority=priority,
+            arrival=arrival,
+        )
+
+    def _prompt_too_long(self, num_tokens: str, param: str) -> ContextLengthError:
+        return ContextLengthError(
+            f"the prompt has {num_tokens} tokens; the context holds {self.max_model_len}, one of which the "
+            "answer needs. Shorten the prompt",
+            param=param,
+        )
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise InvalidRequestError unless this is a conversation: roles we know, and text."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise InvalidRequestError("messages must be a list with at least one message", param="messages")
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise InvalidRequestError(
+                f"{where} is a {type(message).__name__}; it must be an object with role and content",
+                param="messages",
+            )
+        role = message.get("role")
+        if role not in ROLES:
+            raise InvalidRequestError(
+                f"{where}.role is {_show(role)}; it must be one of {', '.join(ROLES)}", param="messages"
+            )
+        content = message.get("content")
+        if content is None and role == "assistant":
+            continue  # an answer that was nothing but tool calls
+        if not isinstance(content, str | list | tuple):
+            raise InvalidRequestError(
+                f"{where}.content is a {type(content).__name__}; it must be text or a list of text parts",
+                param="messages",
+            )
+
+
+def _show(value: object) -> str:
+    """A caller's value, short enough to quote."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a number of {value.bit_length()} bits"
+    return repr(value)[:80]

@@ -1,0 +1,239 @@
+"""Owns every tensor: weights, arena, KV pages, the rows of requests.
+
+Two phases a step: `execute` brings the rows up to date and runs the forward; `sample` turns its logits
+into tokens. Runners of different devices differ in memory and streams, not in this logic. Rule: state
+follows the scheduler's absolute diffs; nothing here decides who runs.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from octavo.backends.base import Backend, DeviceMemory, StepInputs
+from octavo.config.resolve import resolve
+from octavo.config.schema import EngineConfig
+from octavo.errors import CheckpointError, ConfigError, InvalidRequestError
+from octavo.messages import ModelRunnerOutput, SchedulerOutput
+from octavo.models.registry import model_builder
+from octavo.program.builder import ProgramBuilder
+from octavo.program.ir import BLOCK_SIZE, DType
+from octavo.program.planner import Limits, seal
+from octavo.program.rope import cos_sin
+from octavo.runner import step_inputs
+from octavo.runner.request_states import RequestStates
+from octavo.sampling.sampler import SamplingRow, sample
+from octavo.weights.checkpoint import Checkpoint
+from octavo.weights.sources import resolve_model
+
+
+class ModelRunner(abc.ABC):
+    """Runs one model on one device. `ModelRunner(model, device="auto")` makes the device's runner.
+
+    Built in two parts, so that memory can be counted between them: the constructor opens the checkpoint
+    and seals the program; `load` allocates and reads the weights. `predict` loads what it needs.
+    """
+
+    def __new__(cls, *args: Any, device: str = "auto", **kwargs: Any) -> ModelRunner:
+        """An instance of the class that runs on `device`: auto or cpu."""
+        if cls is ModelRunner:
+            cls = _runner_class(device)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        model: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        device: str = "auto",
+        backend: Backend | None = None,
+    ) -> None:
+        """model: a path or a catalog name. backend overrides the config's choice."""
+        config = config or resolve({}).config
+        _runner_class(device)  # refuses what isn't served
+        self.checkpoint = Checkpoint(resolve_model(str(model), config.cache_path, progress=True))
+        self.backend = backend = backend or self._choose_backend(config)
+        self.max_model_len = _max_model_len(config, self.checkpoint)
+        builder = ProgramBuilder(
+            self.checkpoint.architecture,
+            format_of=self.checkpoint.format_of,
+            kv_dtype=_kv_dtype(config, backend),
+        )
+        build = model_builder(self.checkpoint.architecture)
+        self.program = build(builder, self.checkpoint.config, self.max_model_len)
+        limits = Limits(
+            max_tokens=config.max_num_batched_tokens,
+            max_seqs=config.max_num_seqs,
+            max_sampled=config.max_num_seqs,
+            max_model_len=self.max_model_len,
+        )
+        self.sealed = seal(self.program, limits, backend.table)
+        self.inputs = StepInputs.allocate(limits, len(self.program.kv_groups))
+        self.states = RequestStates(limits, len(self.program.kv_groups))
+        self._memory: DeviceMemory | None = None
+        self._pending: tuple[SchedulerOutput, torch.Tensor] | None = None
+
+    @abc.abstractmethod
+    def _choose_backend(self, config: EngineConfig) -> Backend:
+        """The backend that the config names."""
+
+    # -- loading ------------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> DeviceMemory:
+        """What was allocated; `load` must have been called."""
+        assert self._memory is not None, "load() comes first"
+        return self._memory
+
+    def load(self, num_blocks: int) -> None:
+        """Allocate all memory, with KV for `num_blocks` blocks, and read the weights."""
+        memory = self._allocate(num_blocks)
+        for weight in self.program.weights:
+            start = self.sealed.weight_offsets[weight.id]
+            out = memory.weights[start : start + self.backend.table.weight_nbytes(weight)]
+            parts = [self.checkpoint.rows(part, weight.shape) for part in weight.parts]
+            rows = sum(self.checkpoint.shape(part)[0] for part in weight.parts)
+            if rows != weight.shape[0]:
+                raise CheckpointError(
+                    f"{self.checkpoint.path.name}: {', '.join(weight.parts)} have {rows} rows together, but "
+                    f"the model's hyperparameters make it {weight.shape[0]}"
+                )
+            self.backend.pack_weight(weight, list(parts), out)
+        for rope in self.program.ropes:
+            start = self.sealed.rope_offsets[rope.id]
+            table = memory.weights[start : start + rope.nbytes].view(torch.float32)
+            table.copy_(torch.from_numpy(cos_sin(rope).reshape(-1)))
+        self._memory = memory
+        self.backend.bind(self.sealed, memory, self.inputs)
+
+    @abc.abstractmethod
+    def _allocate(self, num_blocks: int) -> DeviceMemory:
+        """Memory on the runner's device."""
+
+    def close(self) -> None:
+        """Stop the backend and unmap the checkpoint."""
+        self.backend.close()
+        self.checkpoint.close()
+
+    # -- steps --------------------------------------------------------------------------------
+
+    def execute(self, plan: SchedulerOutput) -> None:
+        """Apply a plan's diffs and run its forward."""
+        self._apply(plan)
+        step_inputs.fill(self.inputs, plan, self.states)
+        logits = self.backend.run(plan.num_tokens, len(plan.rows), plan.num_sampled)
+        self._pending = (plan, logits)
+
+    def sample(self) -> ModelRunnerOutput:
+        """Sample a token for each row of the executed plan that reached its end."""
+        assert self._pending is not None, "execute() comes first"
+        plan, logits = self._pending
+        self._pending = None
+        rows = [
+            self._sampling_row(step.request_id, step.start + step.num_tokens)
+            for step in plan.rows
+            if step.samples
+        ]
+        sampled = sample(logits.numpy(), rows)
+        for token in sampled:
+            self.states.write_token(token.request_id, token.position, token.token_id)
+        return ModelRunnerOutput(step=plan.step, sampled=sampled)
+
+    def _apply(self, plan: SchedulerOutput) -> None:
+        if plan.reset:
+            self.states.reset()
+        for request_id in plan.dropped:
+            self.states.drop(request_id)
+        for new in plan.new_rows:
+            self.states.add(new)
+        for step in plan.rows:
+            self.states.write_blocks(step)
+
+    def _sampling_row(self, request_id: str, position: int) -> SamplingRow:
+        row = self.states.row(request_id)
+        prompt = int(self.states.num_prompt[row])
+        return SamplingRow(
+            request_id=request_id,
+            position=position,
+            params=self.states.params(row),
+            prompt_ids=self.states.token_ids[row, :prompt],
+            output_ids=self.states.token_ids[row, prompt:position],
+        )
+
+    # -- alone --------------------------------------------------------------------------------
+
+    def predict(self, ids: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
+        """Logits [batch, seq, vocab] of token ids [batch, seq], without an engine.
+
+        InvalidRequestError for rows of different lengths, empty or beyond the context, or ids outside
+        the vocabulary. Not to be mixed with execute(): it writes to the same KV blocks.
+        """
+        length = _check_ids(ids, self.program.vocab_size, self.max_model_len)
+        if self._memory is None:
+            self.load(-(-self.max_model_len // BLOCK_SIZE))
+        out = np.empty((len(ids), length, self.program.vocab_size), np.float32)
+        for row, tokens in zip(out, ids, strict=True):
+            self._predict_row(np.asarray(tokens, np.int32), row)
+        return out
+
+    def _predict_row(self, tokens: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None:
+        inputs, limits = self.inputs, self.sealed.limits
+        chunk = min(limits.max_tokens, limits.max_sampled)
+        inputs.block_table[:, 0, :] = np.arange(limits.max_blocks)
+        for start in range(0, len(tokens), chunk):
+            stop = min(start + chunk, len(tokens))
+            count = stop - start
+            inputs.token_ids[:count] = tokens[start:stop]
+            inputs.positions[:count] = np.arange(start, stop)
+            inputs.slot_mapping[:, :count] = np.arange(start, stop)
+            inputs.cu_q[:2] = 0, count
+            inputs.seq_lens[0] = stop
+            inputs.sampled_rows[:count] = np.arange(count)
+            out[start:stop] = self.backend.run(count, 1, count).numpy()
+
+
+def _runner_class(device: str) -> type[ModelRunner]:
+    if device not in ("auto", "cpu"):
+        raise ConfigError(f"device is {device!r}; this version runs on the CPU only: write auto or cpu")
+    from octavo.runner.cpu_model_runner import CPUModelRunner  # it imports this module
+
+    return CPUModelRunner
+
+
+def _check_ids(ids: Sequence[Sequence[int]], vocab_size: int, max_model_len: int) -> int:
+    lengths = {len(row) for row in ids}
+    if len(lengths) != 1:
+        raise InvalidRequestError(
+            f"predict() wants a batch of equally long rows; these have {sorted(lengths) or 'no'} tokens. "
+            "Call it once for each length"
+        )
+    length = lengths.pop()
+    if not 0 < length <= max_model_len:
+        raise InvalidRequestError(f"predict() takes 1..{max_model_len} tokens a row, got {length}")
+    for row in ids:
+        for token in row:
+            if not 0 <= token < vocab_size:
+                raise InvalidRequestError(f"token {token} is outside the vocabulary, 0..{vocab_size - 1}")
+    return length
+
+
+def _max_model_len(config: EngineConfig, checkpoint: Checkpoint) -> int:
+    trained = int(checkpoint.config["max_position_embeddings"])
+    if config.max_model_len > trained:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} is more than the {trained} positions that "
+            f"{checkpoint.path.name} was trained for"
+        )
+    return config.max_model_len or trained
+
+
+def _kv_dtype(config: EngineConfig, backend: Backend) -> DType:
+    if config.kv_dtype == "auto":
+        return DType.F32 if backend.name == "torch" else DType.F16
+    return DType(config.kv_dtype)

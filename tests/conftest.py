@@ -1,0 +1,36 @@
+"""What several rooms' tests share: the real model, fetched once into the user's cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from octavo.input.tokenizer import Tokenizer
+from octavo.weights.gguf import GGUFFile
+from octavo.weights.sources import resolve_model
+
+# Other work shares these cores; how long an example took says nothing about the code.
+settings.register_profile("octavo", deadline=None)
+settings.load_profile("octavo")
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """SmolLM2-135M-Instruct as the catalog serves it."""
+    cache_dir = os.environ.get("OCTAVO_CACHE_DIR") or Path.home() / ".cache" / "octavo"
+    return resolve_model("smollm2-135m-instruct", Path(cache_dir), progress=False)
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf(smollm2_path: Path) -> GGUFFile:
+    """The file of `smollm2_path`, open."""
+    return GGUFFile.open(smollm2_path)
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(smollm2_gguf: GGUFFile) -> Tokenizer:
+    """SmolLM2's tokenizer."""
+    return Tokenizer.from_gguf(smollm2_gguf.metadata)

@@ -1,0 +1,197 @@
+"""Completes and refuses requests, with SmolLM2's tokenizer and template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octavo.errors import ContextLengthError, InvalidRequestError
+from octavo.input.chat_template import ChatTemplate
+from octavo.input.input_processor import InputProcessor
+from octavo.input.tokenizer import Tokenizer
+from octavo.messages import EngineRequest
+from octavo.sampling_params import SamplingParams
+from octavo.weights.gguf import GGUFFile
+
+CONTEXT = 100
+VOCAB = 49160  # eight rows of padding
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture(scope="module")
+def processor(smollm2_gguf: GGUFFile, smollm2_tokenizer: Tokenizer) -> InputProcessor:
+    template = ChatTemplate(
+        smollm2_gguf.metadata["tokenizer.chat_template"], bos_token="<|im_start|>", eos_token="<|im_end|>"
+    )
+    return InputProcessor(smollm2_tokenizer, template, max_model_len=CONTEXT, vocab_size=VOCAB)
+
+
+def process(processor: InputProcessor, prompt: Any, clamp: bool = False, **params: Any) -> EngineRequest:
+    return processor.process(prompt, SamplingParams(**params), request_id="r", arrival=1.5, clamp=clamp)
+
+
+def chat(processor: InputProcessor, messages: Any, **params: Any) -> EngineRequest:
+    return processor.process_chat(messages, SamplingParams(**params), request_id="r", arrival=1.5)
+
+
+def test_a_text_prompt_is_tokenised_and_completed(processor: InputProcessor) -> None:
+    request = processor.process(
+        "Hello world", SamplingParams(top_k=5), request_id="abc", priority=3, arrival=2.0
+    )
+    assert request.prompt_ids == processor.tokenizer.encode("Hello world")
+    assert (request.request_id, request.priority, request.arrival) == ("abc", 3, 2.0)
+    assert request.eos_ids == (2, 0)
+    assert request.params.top_k == 5
+    assert request.params.max_tokens == CONTEXT - len(request.prompt_ids)
+    assert request.output_ids == []
+
+
+def test_ids_are_taken_as_they_are(processor: InputProcessor) -> None:
+    assert process(processor, [5, 0, 49159]).prompt_ids == [5, 0, 49159]
+    assert process(processor, (7, 8)).prompt_ids == [7, 8]
+
+
+def test_a_missing_seed_is_drawn_and_a_given_one_kept(processor: InputProcessor) -> None:
+    seeds = {process(processor, [1]).params.seed for _ in range(5)}
+    assert len(seeds) == 5
+    assert all(seed is not None and 0 <= seed < 2**63 for seed in seeds)
+    assert process(processor, [1], seed=0).params.seed == 0
+
+
+def test_ignore_eos_leaves_no_eos(processor: InputProcessor) -> None:
+    assert process(processor, [1], ignore_eos=True).eos_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        ("", "no tokens"),
+        ([], "no tokens"),
+        ([1, 2.0, "x"], r"prompt\[1\] is 2\.0, a float"),
+        ([True], r"prompt\[0\] is True, a bool"),
+        ([1, "a"], r"prompt\[1\] is 'a', a str"),
+        ([[1, 2]], r"prompt\[0\] is \[1, 2\], a list"),
+        ([1, -1, -2], rf"prompt\[1\] is -1, but the model's tokens are 0\.\.{VOCAB - 1}"),
+        ([VOCAB], rf"prompt\[0\] is {VOCAB}"),
+        ([10**5000], r"prompt\[0\] is a number of 16610 bits"),
+        (b"bytes", "the prompt is a bytes"),
+        ({1, 2}, "the prompt is a set"),
+        (None, "the prompt is a NoneType"),
+        ("ab\udc00", "lone surrogate"),
+    ],
+)
+def test_other_prompts_are_refused(processor: InputProcessor, prompt: object, problem: str) -> None:
+    with pytest.raises(InvalidRequestError, match=problem) as raised:
+        process(processor, prompt)
+    assert raised.value.param == "prompt"
+
+
+def test_token_ids_in_the_parameters_are_checked(processor: InputProcessor) -> None:
+    assert process(processor, [1], stop_token_ids=(VOCAB - 1,))
+    with pytest.raises(InvalidRequestError, match="stop_token_ids names token"):
+        process(processor, [1], stop_token_ids=(VOCAB,))
+    with pytest.raises(InvalidRequestError, match="logit_bias names token -1"):
+        process(processor, [1], logit_bias={-1: 1.0})
+
+
+def test_the_context_is_kept_to(processor: InputProcessor) -> None:
+    assert process(processor, [1] * 99).params.max_tokens == 1
+    assert process(processor, [1] * 99, max_tokens=1).params.max_tokens == 1
+    for length in (100, 101):
+        with pytest.raises(ContextLengthError, match=f"prompt has {length} tokens; the context holds 100"):
+            process(processor, [1] * length)
+    with pytest.raises(ContextLengthError, match=r"90 tokens and max_tokens is 11, in all 101.* at most 10"):
+        process(processor, [1] * 90, max_tokens=11)
+
+
+def test_clamping_lowers_max_tokens(processor: InputProcessor) -> None:
+    assert process(processor, [1] * 90, clamp=True, max_tokens=11).params.max_tokens == 10
+    assert process(processor, [1] * 90, clamp=True, max_tokens=9).params.max_tokens == 9
+    with pytest.raises(ContextLengthError):
+        process(processor, [1] * 100, clamp=True)
+
+
+def test_a_text_that_cannot_fit_is_not_tokenised(
+    processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spaces = " " * (processor.tokenizer.max_token_bytes * CONTEXT)
+    monkeypatch.setattr(processor.tokenizer, "encode", None)
+    with pytest.raises(ContextLengthError, match="at least 100 tokens"):
+        process(processor, spaces)
+
+
+def test_a_conversation_is_rendered_with_one_bos(processor: InputProcessor) -> None:
+    request = chat(processor, [USER], max_tokens=10_000)
+    assert request.prompt_ids[0] == 1
+    text = processor.tokenizer.decode(request.prompt_ids, skip_special_tokens=False)
+    assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    assert request.params.max_tokens == CONTEXT - len(request.prompt_ids)  # clamped
+    assert request.params.seed is not None
+
+
+@pytest.mark.parametrize("source", ["{{ bos_token }}ab", "ab"])
+def test_bos_comes_from_the_template_or_else_from_the_model(source: str) -> None:
+    tokenizer = Tokenizer.from_gguf(
+        {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "gpt-2",
+            "tokenizer.ggml.tokens": ["a", "b", "ab", "<s>"],
+            "tokenizer.ggml.token_type": [1, 1, 1, 3],
+            "tokenizer.ggml.merges": ["a b"],
+            "tokenizer.ggml.bos_token_id": 3,
+            "tokenizer.ggml.add_bos_token": True,
+        }
+    )
+    template = ChatTemplate(source, bos_token=tokenizer.token_text(3), eos_token="")
+    processor = InputProcessor(tokenizer, template, max_model_len=10, vocab_size=4)
+    assert chat(processor, [USER]).prompt_ids == [3, 2]
+    assert process(processor, "ab").prompt_ids == [3, 2]
+
+
+def test_every_role_and_kind_of_content_is_taken(processor: InputProcessor) -> None:
+    messages = [
+        {"role": role, "content": ""} for role in ("system", "developer", "user", "assistant", "tool")
+    ]
+    assert chat(processor, messages)
+    assert chat(processor, ({"role": "user", "content": [{"type": "text", "text": "hi"}]},)).prompt_ids == (
+        chat(processor, [USER]).prompt_ids
+    )
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([], "at least one message"),
+        (None, "at least one message"),
+        ("hi", "at least one message"),
+        ({"role": "user", "content": "hi"}, "at least one message"),
+        ([USER, "hi"], r"messages\[1\] is a str"),
+        ([{"content": "hi"}], r"messages\[0\].role is None"),
+        ([{"role": "robot", "content": "hi"}], r"messages\[0\].role is 'robot'; .*developer"),
+        ([{"role": ["user"], "content": "hi"}], r"messages\[0\].role is \['user'\]"),
+        ([{"role": "user"}], r"messages\[0\].content is a NoneType"),
+        ([{"role": "user", "content": 5}], r"messages\[0\].content is a int"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "part of type 'image_url'"),
+        ([USER, {"role": "assistant", "content": None}], "does not take these messages: .*'content'"),
+        ([{"role": "user", "content": "\ud83e"}], "lone surrogate"),
+    ],
+)
+def test_other_conversations_are_refused(processor: InputProcessor, messages: object, problem: str) -> None:
+    with pytest.raises(InvalidRequestError, match=problem) as raised:
+        chat(processor, messages)
+    assert raised.value.param == "messages"
+
+
+def test_null_content_of_an_assistant_is_the_templates_business(smollm2_tokenizer: Tokenizer) -> None:
+    template = ChatTemplate("{{ messages[0].content is defined }}", bos_token="", eos_token="")
+    processor = InputProcessor(smollm2_tokenizer, template, max_model_len=CONTEXT, vocab_size=VOCAB)
+    request = chat(processor, [{"role": "assistant", "content": None}])
+    assert smollm2_tokenizer.decode(request.prompt_ids) == "False"
+
+
+def test_without_a_template_completions_are_pointed_to(smollm2_tokenizer: Tokenizer) -> None:
+    processor = InputProcessor(smollm2_tokenizer, None, max_model_len=CONTEXT, vocab_size=VOCAB)
+    with pytest.raises(InvalidRequestError, match=r"no chat template.*Completions work"):
+        chat(processor, [USER])
+    assert process(processor, "hi").prompt_ids
