@@ -9,7 +9,6 @@ namespace octavo {
 constexpr int kPanel = 16;       // outputs (rows of W) that a weight panel holds
 constexpr int kGroup = 32;       // weights that share a scale, along K
 constexpr int kBlockTokens = 16; // tokens of a KV block
-constexpr int kRowTile = 4;      // rows of x that one pass over a panel serves
 constexpr size_t kAlignment = 64;
 
 struct Half {

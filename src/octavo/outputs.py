@@ -16,7 +16,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one request after a step.
 
     text and token_ids: everything generated so far. delta and new_token_ids: what this step
-    added. seed: the seed that repeats this output.
+    added. logprobs: one for each token generated here (none for what a resumed request came with).
+    seed: the seed that repeats this output.
     """
 
     request_id: str

@@ -23,8 +23,9 @@ from octavo.weights.gguf import GGUFFile
 BYTES_WITHOUT_TOKEN = b"\x04\x06\x13\x14\x16\x1d\xc0\xc1\xf1\xf2\xf5\xf6\xf7\xf8\xf9\xfa\xfb\xfc\xfd\xfe\xff"
 
 #: Assigned characters only: libraries know different versions of Unicode, and disagree on the rest.
+#: Special tokens written out have a test of their own (Hypothesis tries strings it finds in the code).
 texts = st.text(st.characters(exclude_categories=["Cs", "Cn"]), max_size=60).filter(
-    lambda text: not set(text.encode()) & set(BYTES_WITHOUT_TOKEN)
+    lambda text: not set(text.encode()) & set(BYTES_WITHOUT_TOKEN) and not regex.search(r"<\|?\w+\|?>", text)
 )
 prose = st.text(st.sampled_from("abcdeTHE  \n\t'sdmr.,!?-_(){}0123456789éß中文🙂"), max_size=200)
 

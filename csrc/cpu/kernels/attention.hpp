@@ -45,16 +45,15 @@ struct Scratch {
     const size_t tile = static_cast<size_t>(kTile) * op.head_dim;
     const size_t nbytes = align_up((3 * matrix + 4 * rows + 2 * tile) * sizeof(float));
     float* at = reinterpret_cast<float*>(static_cast<char*>(op.scratch) + thread * nbytes);
-    for (float** part : {&q, &split_out, &total_out}) {
-      *part = at;
-      at += matrix;
-    }
-    for (float** part : {&split_max, &split_sum, &total_max, &total_sum}) {
-      *part = at;
-      at += rows;
-    }
-    k = at;
-    v = at + tile;
+    q = at;
+    split_out = q + matrix;
+    total_out = split_out + matrix;
+    split_max = total_out + matrix;
+    split_sum = split_max + rows;
+    total_max = split_sum + rows;
+    total_sum = total_max + rows;
+    k = total_sum + rows;
+    v = k + tile;
   }
 };
 
@@ -105,7 +104,9 @@ OCTAVO_INLINE void attend_all(const KVTile<T>& tile, int tile_begin, const Octav
     const size_t at = static_cast<size_t>(row) * op.head_dim;
     const RowState state{scratch.q + at, scratch.split_max + row, scratch.split_sum + row,
                          scratch.split_out + at};
-    attend_rows(together, tile, op.head_dim, seen, state);
+    with_rows<kRowsTogether>(together, [&](auto r) {
+      attend_tile<decltype(r)::value>(tile, op.head_dim, seen, state);
+    });
   }
 }
 

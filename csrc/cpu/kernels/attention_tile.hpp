@@ -11,7 +11,6 @@ namespace octavo::OCTAVO_ISA {
 
 constexpr int kTile = 64;                        // KV positions of a tile, aligned to position
 constexpr int kTileBlocks = kTile / kBlockTokens;
-constexpr int kRowsTogether = 6;                 // rows that fit the registers
 
 // The pages of a tile for one KV head. Only blocks some row sees have pointers.
 template <class T>
@@ -51,7 +50,7 @@ OCTAVO_INLINE void score_blocks(const KVTile<T>& tile, int block, int head_dim, 
       k[2 * n] = load(tile.k[block + n] + d * kBlockTokens);
       k[2 * n + 1] = load(tile.k[block + n] + d * kBlockTokens + 8);
     }
-#pragma GCC unroll 6
+OCTAVO_UNROLL(6)
     for (int r = 0; r < R; ++r) {
       const F8 x = broadcast(q[r * head_dim + d]);
       for (int i = 0; i < 2 * N; ++i) acc[r][i] = fma(x, k[i], acc[r][i]);
@@ -111,7 +110,7 @@ OCTAVO_INLINE void add_values_at(const KVTile<T>& tile, Span span, int d, int he
     for (; t < block_end; ++t, line += head_dim) {
       F8 v[N];
       for (int i = 0; i < N; ++i) v[i] = load(line + 8 * i);
-#pragma GCC unroll 6
+OCTAVO_UNROLL(6)
       for (int r = 0; r < R; ++r) {
         const F8 weight = broadcast(p[r][t]);
         for (int i = 0; i < N; ++i) acc[r][i] = fma(weight, v[i], acc[r][i]);
@@ -188,20 +187,6 @@ static void attend_tile(const KVTile<T>& tile, int head_dim, const Span* seen, R
     add_values<R>(tile, all, head_dim, scores, factor, rows.out);
   } else {
     add_values_ragged<R>(tile, seen, all, head_dim, scores, factor, rows.out);
-  }
-}
-
-// attend_tile for a number of rows known at run time, 1 to kRowsTogether.
-template <class T>
-OCTAVO_INLINE void attend_rows(int num_rows, const KVTile<T>& tile, int head_dim, const Span* seen,
-                               RowState rows) {
-  switch (num_rows) {
-    case 1: return attend_tile<1>(tile, head_dim, seen, rows);
-    case 2: return attend_tile<2>(tile, head_dim, seen, rows);
-    case 3: return attend_tile<3>(tile, head_dim, seen, rows);
-    case 4: return attend_tile<4>(tile, head_dim, seen, rows);
-    case 5: return attend_tile<5>(tile, head_dim, seen, rows);
-    default: return attend_tile<kRowsTogether>(tile, head_dim, seen, rows);
   }
 }
 

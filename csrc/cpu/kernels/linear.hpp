@@ -9,21 +9,6 @@ constexpr int64_t kMostPanels = 16;      // that a thread claims at once
 constexpr size_t kRowBlockBytes = 200000;  // of x, kept in L2 while a claim's panels pass over it
 constexpr int kUnpackRows = 2 * kRowTile;  // more rows than this repay unpacking a q4m panel first
 
-// Call f with a compile-time number of rows.
-template <int R>
-struct Rows {
-  static constexpr int value = R;
-};
-template <class F>
-OCTAVO_INLINE void with_rows(int rows, F f) {
-  switch (rows) {
-    case 1: return f(Rows<1>{});
-    case 2: return f(Rows<2>{});
-    case 3: return f(Rows<3>{});
-    default: return f(Rows<kRowTile>{});
-  }
-}
-
 OCTAVO_INLINE PanelOut panel_out(const OctavoOp& op, int first_row, int64_t panel) {
   const int64_t column = panel * kPanel;
   return {op.out + static_cast<size_t>(first_row) * op.out_width + column,
@@ -84,7 +69,7 @@ static void linear_q4m(const OctavoOp& op, const Step& step, const Worker& worke
         if (unpack) unpack_panel(weight + panel * groups, groups, unpacked);
       },
       [&](int64_t panel, int row, int rows) {
-        with_rows(rows, [&](auto r) {
+        with_rows<kRowTile>(rows, [&](auto r) {
           constexpr int R = decltype(r)::value;
           const Q4mBlock* blocks = weight + panel * groups;
           const PanelOut to = panel_out(op, row, panel);
@@ -108,7 +93,7 @@ static void linear_q8(const OctavoOp& op, const Step& step, const Worker& worker
   for_each_tile(
       op, num_rows, op.in_width * sizeof(int16_t), worker, [](int64_t) {},
       [&](int64_t panel, int row, int rows) {
-        with_rows(rows, [&](auto r) {
+        with_rows<kRowTile>(rows, [&](auto r) {
           q8_tile<decltype(r)::value>(weight + panel * groups, groups, tile_rows(x, row),
                                       panel_out(op, row, panel));
         });
@@ -122,7 +107,7 @@ static void linear_f32(const OctavoOp& op, const Step& step, const Worker& worke
   for_each_tile(
       op, num_rows, width * sizeof(float), worker, [](int64_t) {},
       [&](int64_t panel, int row, int rows) {
-        with_rows(rows, [&](auto r) {
+        with_rows<kRowTile>(rows, [&](auto r) {
           f32_tile<decltype(r)::value>(weight + panel * width * kPanel, op.in_width,
                                        op.x + row * width, panel_out(op, row, panel));
         });

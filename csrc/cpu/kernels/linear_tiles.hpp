@@ -91,7 +91,7 @@ OCTAVO_INLINE void q4m_tile(const Q4mBlock* panel, const uint8_t* unpacked, int 
     }
     I16x16 sum[R][2];
     for (int row = 0; row < R; ++row) sum[row][0] = sum[row][1] = zero_i16();
-#pragma GCC unroll 8
+OCTAVO_UNROLL(8)
     for (int quad = 0; quad < kGroup / 4; ++quad) {
       Bytes32 low;
       Bytes32 high;
@@ -103,7 +103,7 @@ OCTAVO_INLINE void q4m_tile(const Q4mBlock* panel, const uint8_t* unpacked, int 
         low = low_nibbles(both);
         high = high_nibbles(both);
       }
-#pragma GCC unroll 4
+OCTAVO_UNROLL(4)
       for (int row = 0; row < R; ++row) {
         const Bytes32 x = broadcast_quad(rows.quants + row * kGroup + 4 * quad);
         multiply_add(sum[row][0], low, x);
@@ -146,11 +146,11 @@ OCTAVO_INLINE void q8_tile(const Q8Block* panel, int groups, TileRows<int16_t> r
 
     I32x8 dot[R][2];
     for (int row = 0; row < R; ++row) dot[row][0] = dot[row][1] = zero_i32();
-#pragma GCC unroll 16
+OCTAVO_UNROLL(16)
     for (int pair = 0; pair < kGroup / 2; ++pair) {
       const Words16 low = load_widened(block.quants[pair]);
       const Words16 high = load_widened(block.quants[pair] + 16);
-#pragma GCC unroll 4
+OCTAVO_UNROLL(4)
       for (int row = 0; row < R; ++row) {
         const Words16 x = broadcast_pair(rows.quants + row * kGroup + 2 * pair);
         multiply_add(dot[row][0], low, x);
@@ -174,7 +174,7 @@ OCTAVO_INLINE void f32_tile(const float* panel, int width, const float* x, const
   for (int k = 0; k < width; ++k, panel += kPanel) {
     const F8 low = load(panel);
     const F8 high = load(panel + 8);
-#pragma GCC unroll 4
+OCTAVO_UNROLL(4)
     for (int row = 0; row < R; ++row) {
       const F8 a = broadcast(x[static_cast<size_t>(row) * width + k]);
       acc[row][0] = fma(low, a, acc[row][0]);

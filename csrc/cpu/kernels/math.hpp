@@ -45,6 +45,19 @@ OCTAVO_INLINE void for_each_row(int num_rows, const Worker& worker, F f) {
   }
 }
 
+// Call f with a number of rows, 1 to Most, as a compile-time constant: f(Rows<R>{}).
+template <int R>
+struct Rows {
+  static constexpr int value = R;
+};
+template <int Most, class F>
+OCTAVO_INLINE void with_rows(int rows, F f) {
+  if constexpr (Most > 1) {
+    if (rows < Most) return with_rows<Most - 1>(rows, f);
+  }
+  f(Rows<Most>{});
+}
+
 // exp(x) for x <= 88, 0 below -87, NaN for NaN. Cephes' expf: x = n ln 2 + r, |r| <= ln 2 / 2, and
 // a polynomial in r; about 1 unit in the last place.
 OCTAVO_INLINE F8 exp(F8 x) {

@@ -7,7 +7,8 @@
 //   F8        8 floats: load, store, add, sub, mul, div, fma (one rounding), max, min, round_even
 //   Mask8     8 truths: less, lanes_between, select
 //   I32x8     8 int32: round_to_int (NaN and overflow give INT_MIN), to_float, sum_lanes
-//   Nibbles / bytes: dot products of 4-bit and 8-bit weights, exact
+//   Bytes32 ..  dot products of 4-bit and 8-bit weights, exact
+//   kRowTile, kRowsTogether   rows of x, and of queries, whose sums fit the registers
 //
 // max(a, b) is a > b ? a : b and min(a, b) is a < b ? a : b, per lane: what x86 does with NaN.
 #pragma once
@@ -20,8 +21,13 @@
 
 #define OCTAVO_INLINE static inline __attribute__((always_inline))
 
+// Unroll the next loop, where lanes are registers; unrolled eights of scalars only compile slowly.
+#define OCTAVO_PRAGMA(x) _Pragma(#x)
+
 #if defined(OCTAVO_KERNELS_AVX2)
+#define OCTAVO_UNROLL(n) OCTAVO_PRAGMA(GCC unroll n)
 #include "simd_avx2.hpp"
 #else
+#define OCTAVO_UNROLL(n)
 #include "simd_scalar.hpp"
 #endif

@@ -5,6 +5,9 @@
 
 namespace octavo::OCTAVO_ISA {
 
+constexpr int kRowTile = 4;
+constexpr int kRowsTogether = 6;
+
 struct F8 {
   __m256 v;
 };

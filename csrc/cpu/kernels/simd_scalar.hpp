@@ -3,6 +3,9 @@
 
 namespace octavo::OCTAVO_ISA {
 
+constexpr int kRowTile = 2;
+constexpr int kRowsTogether = 2;
+
 struct F8 {
   float v[8];
 };
@@ -96,7 +99,8 @@ OCTAVO_INLINE F8 mul(F8 a, F8 b) {
 OCTAVO_INLINE F8 div(F8 a, F8 b) {
   return each_lane([=](int i) { return a.v[i] / b.v[i]; });
 }
-OCTAVO_INLINE F8 fma(F8 a, F8 b, F8 c) {
+// Not inlined: where the baseline has no fma instruction this is eight library calls.
+static __attribute__((noinline)) F8 fma(F8 a, F8 b, F8 c) {
   return each_lane([=](int i) { return __builtin_fmaf(a.v[i], b.v[i], c.v[i]); });
 }
 OCTAVO_INLINE F8 max(F8 a, F8 b) {

@@ -1,0 +1,33 @@
+// What a C ABI context holds: a team, the kernels of an ISA, and the bound program.
+#pragma once
+
+#include <vector>
+
+#include "octavo.h"
+#include "thread_team.hpp"
+#include "worker.hpp"
+
+struct OctavoContext {
+  OctavoContext(const octavo::KernelSet& kernels, int num_threads)
+      : kernels(kernels), team(num_threads) {}
+
+  const octavo::KernelSet& kernels;
+  octavo::ThreadTeam team;
+  std::vector<OctavoOp> ops;
+  octavo::Step step{};               // inputs and limits from bind, sizes from run
+  std::vector<int32_t> query_tiles;  // [max_seqs + 1]
+};
+
+namespace octavo {
+
+// Fill in why a call is refused; `format` and what follows are printf's.
+void refuse(OctavoStatus* status, int code, int op, int64_t row, const char* format, ...)
+    __attribute__((format(printf, 5, 6)));
+
+// Whether the program fits this build: kinds, widths, scratch memory.
+bool check_program(const OctavoContext& context, OctavoStatus* status);
+
+// Whether every index in the step's inputs is in range. Reads O(tokens + blocks used), writes nothing.
+bool check_step(const OctavoContext& context, OctavoStatus* status);
+
+}  // namespace octavo

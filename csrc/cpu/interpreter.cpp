@@ -1,0 +1,120 @@
+// The C ABI: a context, its program, and a step of it as one call.
+//
+// Rule: octavo_run allocates nothing. Scratch memory is in the arena, laid out by the planner.
+
+#include <cfenv>
+#include <cstdarg>
+#include <cstdio>
+#include <exception>
+
+#include "context.hpp"
+#include "layouts.hpp"
+
+namespace octavo {
+
+namespace {
+
+bool cpu_has_avx2() {
+#if defined(OCTAVO_X86)
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
+#else
+  return false;
+#endif
+}
+
+const KernelSet* kernels_for(int32_t isa) {
+#if defined(OCTAVO_X86)
+  if (isa != OCTAVO_ISA_SCALAR && cpu_has_avx2()) return &avx2_kernels();
+#endif
+  if (isa == OCTAVO_ISA_AVX2) return nullptr;
+  return &scalar_kernels();
+}
+
+// Rounding to nearest and subnormals kept, on whichever thread: a caller that flushes subnormals to
+// zero would otherwise compute other bits than the team's threads.
+class DefaultFloatEnvironment {
+ public:
+  DefaultFloatEnvironment() {
+    std::fegetenv(&saved_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultFloatEnvironment() { std::fesetenv(&saved_); }
+
+ private:
+  std::fenv_t saved_;
+};
+
+void run_ops(void* argument, const Worker& worker) {
+  const OctavoContext& context = *static_cast<const OctavoContext*>(argument);
+  const DefaultFloatEnvironment environment;
+  for (const OctavoOp& op : context.ops) {
+    context.kernels.by_kind[op.kind](op, context.step, worker);
+    barrier(worker);
+  }
+}
+
+void count_query_tiles(OctavoContext* context) {
+  const Step& step = context->step;
+  int32_t* tiles = context->query_tiles.data();
+  tiles[0] = 0;
+  for (int seq = 0; seq < step.num_seqs; ++seq) {
+    const int tokens = step.inputs.cu_q[seq + 1] - step.inputs.cu_q[seq];
+    tiles[seq + 1] = tiles[seq] + (tokens + kQueryTile - 1) / kQueryTile;
+  }
+}
+
+}  // namespace
+
+void refuse(OctavoStatus* status, int code, int op, int64_t row, const char* format, ...) {
+  status->code = code;
+  status->op = op;
+  status->row = static_cast<int32_t>(row);
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(status->cause, sizeof status->cause, format, arguments);
+  va_end(arguments);
+}
+
+}  // namespace octavo
+
+extern "C" {
+
+int32_t octavo_version(void) { return OCTAVO_ABI_VERSION; }
+
+OctavoContext* octavo_create(int32_t isa, int32_t num_threads) {
+  const octavo::KernelSet* kernels = octavo::kernels_for(isa);
+  if (!kernels || num_threads < 1) return nullptr;
+  try {
+    return new OctavoContext(*kernels, num_threads);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
+void octavo_destroy(OctavoContext* context) { delete context; }
+
+const char* octavo_isa(const OctavoContext* context) { return context->kernels.isa; }
+
+void octavo_bind(OctavoContext* context, const OctavoOp* ops, int32_t num_ops,
+                 const OctavoInputs* inputs, const OctavoLimits* limits, OctavoStatus* status) {
+  context->ops.assign(ops, ops + num_ops);
+  context->query_tiles.assign(limits->max_seqs + 1, 0);
+  context->step = {0, 0, 0, *inputs, *limits, context->query_tiles.data()};
+  status->code = OCTAVO_OK;
+  if (!octavo::check_program(*context, status)) context->ops.clear();
+}
+
+void octavo_run(OctavoContext* context, int32_t num_tokens, int32_t num_seqs, int32_t num_sampled,
+                OctavoStatus* status) {
+  context->step.num_tokens = num_tokens;
+  context->step.num_seqs = num_seqs;
+  context->step.num_sampled = num_sampled;
+  status->code = OCTAVO_OK;
+  if (!octavo::check_step(*context, status)) return;
+  octavo::count_query_tiles(context);
+  context->team.run(octavo::run_ops, context);
+}
+
+}  // extern "C"

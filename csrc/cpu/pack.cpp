@@ -1,0 +1,109 @@
+// Raw GGUF rows to panels (layouts.hpp). Lossless: scales and integers are moved, not computed.
+
+#include <cstring>
+
+#include "context.hpp"
+#include "layouts.hpp"
+
+namespace octavo {
+
+namespace {
+
+// GGUF's blocks of 32 weights. Q4_1: element i < 16 is the low nibble of quants[i], i >= 16 the high
+// nibble of quants[i - 16].
+struct GgufQ4_1 {
+  Half scale;
+  Half min;
+  uint8_t quants[16];
+};
+struct GgufQ8_0 {
+  Half scale;
+  int8_t quants[32];
+};
+static_assert(sizeof(GgufQ4_1) == 20 && sizeof(GgufQ8_0) == 34, "as in the file");
+
+void pack_group(const GgufQ4_1& from, Q4mBlock* to, int lane) {
+  constexpr uint32_t kLowNibbles = 0x0f0f0f0f;
+  const int shift = lane < 8 ? 0 : 4;
+  for (int quad = 0; quad < kGroup / 4; ++quad) {
+    uint32_t both;
+    std::memcpy(&both, from.quants + 4 * (quad % 4), sizeof both);
+    const uint32_t quants = both >> (quad < 4 ? 0 : 4) & kLowNibbles;
+    uint8_t* at = to->quants[quad] + lane % 8 * 4;
+    uint32_t packed;
+    std::memcpy(&packed, at, sizeof packed);
+    packed = (packed & ~(kLowNibbles << shift)) | quants << shift;
+    std::memcpy(at, &packed, sizeof packed);
+  }
+  to->scales[lane] = from.scale;
+  to->mins[lane] = from.min;
+}
+
+void pack_group(const GgufQ8_0& from, Q8Block* to, int lane) {
+  for (int pair = 0; pair < kGroup / 2; ++pair) {
+    std::memcpy(to->quants[pair] + lane * 2, from.quants + pair * 2, 2);
+  }
+  to->scales[lane] = from.scale;
+}
+
+template <class From, class To>
+void pack_row(const uint8_t* raw, int width, int64_t row, void* packed) {
+  const int groups = width / kGroup;
+  const From* from = reinterpret_cast<const From*>(raw);
+  To* panel = static_cast<To*>(packed) + row / kPanel * groups;
+  for (int group = 0; group < groups; ++group) {
+    pack_group(from[group], panel + group, static_cast<int>(row % kPanel));
+  }
+}
+
+void pack_f32_row(const uint8_t* raw, int width, int64_t row, void* packed) {
+  float* panel = static_cast<float*>(packed) + row / kPanel * width * kPanel + row % kPanel;
+  for (int k = 0; k < width; ++k) {
+    std::memcpy(panel + static_cast<size_t>(k) * kPanel, raw + k * sizeof(float), sizeof(float));
+  }
+}
+
+size_t raw_row_nbytes(const OctavoPackJob& job) {
+  switch (job.format) {
+    case OCTAVO_FORMAT_Q4M: return job.width / kGroup * sizeof(GgufQ4_1);
+    case OCTAVO_FORMAT_Q8: return job.width / kGroup * sizeof(GgufQ8_0);
+    default: return job.width * sizeof(float);
+  }
+}
+
+void pack_one(const OctavoPackJob& job, int64_t row) {
+  const int64_t source = job.row_order ? job.row_order[row] : row;
+  const uint8_t* raw = job.raw + source * raw_row_nbytes(job);
+  const int64_t target = job.first_row + row;
+  switch (job.format) {
+    case OCTAVO_FORMAT_Q4M:
+      return pack_row<GgufQ4_1, Q4mBlock>(raw, job.width, target, job.packed);
+    case OCTAVO_FORMAT_Q8:
+      return pack_row<GgufQ8_0, Q8Block>(raw, job.width, target, job.packed);
+    default: return pack_f32_row(raw, job.width, target, job.packed);
+  }
+}
+
+// Threads take whole panels: rows of one panel share bytes.
+void pack_panels(void* argument, const Worker& worker) {
+  const OctavoPackJob& job = *static_cast<const OctavoPackJob*>(argument);
+  const int64_t first_panel = job.first_row / kPanel;
+  const int64_t end_row = job.first_row + job.num_rows;
+  const int64_t panels = (end_row + kPanel - 1) / kPanel - first_panel;
+  for (Range range; claim(worker, panels, 1, &range);) {
+    const int64_t begin = (first_panel + range.begin) * kPanel;
+    const int64_t end = begin + kPanel;
+    for (int64_t row = begin; row < end; ++row) {
+      if (row >= job.first_row && row < end_row) pack_one(job, row - job.first_row);
+    }
+  }
+}
+
+}  // namespace
+
+}  // namespace octavo
+
+extern "C" void octavo_pack(OctavoContext* context, const OctavoPackJob* job) {
+  OctavoPackJob copy = *job;
+  context->team.run(octavo::pack_panels, &copy);
+}

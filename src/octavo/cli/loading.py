@@ -1,0 +1,40 @@
+"""Loading a model where a person watches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from rich.console import Console
+from rich.logging import RichHandler
+
+from octavo.config.resolve import Resolved
+from octavo.engine.build import ModelInfo
+
+T = TypeVar("T")
+
+
+def load(console: Console, resolved: Resolved, make: Callable[[], T], info: Callable[[T], ModelInfo]) -> T:
+    """Build an engine with `make` and say in one line what was loaded."""
+    handler = RichHandler(console=console, show_path=False, show_time=False, markup=False)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    _fetch(resolved)
+    with console.status(f"Loading {resolved.config.model} ..."):
+        engine = make()
+    loaded = info(engine)
+    gib = loaded.bill.total / (1 << 30)
+    blocks = f"{loaded.bill.num_blocks} KV blocks, {gib:.2f} GiB in all"
+    console.print(
+        f"[bold]{loaded.name}[/]  backend {loaded.backend}, KV {loaded.kv_dtype}, "
+        f"context {loaded.max_model_len}, {blocks}, loaded in {loaded.load_seconds:.1f} s",
+        highlight=False,
+    )
+    return engine
+
+
+def _fetch(resolved: Resolved) -> None:
+    """Download first, with its own progress bar, so that it isn't hidden by a spinner."""
+    from octavo.weights.sources import resolve_model
+
+    resolve_model(resolved.config.model, resolved.config.cache_path, progress=True)

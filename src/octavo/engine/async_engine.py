@@ -1,0 +1,113 @@
+"""An engine behind an event loop: many callers, one model.
+
+The core steps in a thread of its own; each step's outputs cross into the loop once, together. Rule:
+streams belong to this class, text to the OutputProcessor, both live in the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from octavo.config.schema import EngineConfig
+from octavo.engine.build import Engine, ModelInfo, build_engine
+from octavo.engine.core_client import ThreadClient
+from octavo.errors import EngineDeadError
+from octavo.messages import EngineOutput, EngineRequest
+from octavo.outputs import RequestOutput
+from octavo.sampling_params import SamplingParams
+
+
+class AsyncEngine:
+    """A loaded model, for the event loop it is made in. `AsyncEngine.start` loads one."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.info: ModelInfo = engine.info
+        self._inputs = engine.inputs
+        self._outputs = engine.outputs
+        self._loop = asyncio.get_running_loop()
+        self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
+        self._ids = (f"request-{i}" for i in itertools.count())
+        self._client = ThreadClient(engine.core, self._deliver_from_thread, self._die_from_thread)
+
+    @classmethod
+    async def start(cls, config: EngineConfig) -> AsyncEngine:
+        """Load the model, off the loop, and start serving."""
+        return cls(await asyncio.to_thread(build_engine, config))
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are served."""
+        return self._client.alive
+
+    @property
+    def num_streams(self) -> int:
+        """Requests under way."""
+        return len(self._streams)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for."""
+        return self._inputs.tokenizer.token_bytes(token_id)
+
+    def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput]:
+        """Stream a completion. Errors in the request are raised here, before the stream begins."""
+        request = self._inputs.process(
+            prompt, params, request_id=next(self._ids), arrival=time.monotonic(), priority=priority
+        )
+        return self._stream(request)
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, *, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput]:
+        """Stream the answer to a conversation. Errors in the request are raised here."""
+        request = self._inputs.process_chat(
+            messages, params, request_id=next(self._ids), arrival=time.monotonic(), priority=priority
+        )
+        return self._stream(request)
+
+    async def close(self) -> None:
+        """Stop the engine after the step it is in; open streams end with EngineDeadError."""
+        await asyncio.to_thread(self._client.close)
+        self._die(EngineDeadError("the engine was closed"))
+
+    async def _stream(self, request: EngineRequest) -> AsyncGenerator[RequestOutput]:
+        """Outputs of one request. Leaving the iterator aborts it."""
+        inbox: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        self._outputs.add(request)
+        self._streams[request.request_id] = inbox
+        finished = False
+        try:
+            self._client.add(request)
+            while not finished:
+                output = await inbox.get()
+                if isinstance(output, Exception):
+                    finished = True
+                    raise output
+                finished = output.finished
+                yield output
+        finally:
+            self._streams.pop(request.request_id, None)
+            self._outputs.abort(request.request_id)
+            if not finished:
+                self._client.abort(request.request_id)
+
+    def _deliver_from_thread(self, outputs: list[EngineOutput]) -> None:
+        self._loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
+        for output in self._outputs.process(outputs):
+            inbox = self._streams.get(output.request_id)
+            if inbox is not None:
+                inbox.put_nowait(output)
+
+    def _die_from_thread(self, error: BaseException) -> None:
+        self._loop.call_soon_threadsafe(self._die, EngineDeadError(f"the engine stopped: {error}"))
+
+    def _die(self, error: EngineDeadError) -> None:
+        for inbox in self._streams.values():
+            inbox.put_nowait(error)

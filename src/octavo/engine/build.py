@@ -1,0 +1,95 @@
+"""Puts an engine together: open, count memory, load, wire.
+
+Rule: the order is the point. Nothing is allocated before the bill is known to fit.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.config.schema import EngineConfig
+from octavo.engine.core import EngineCore
+from octavo.executor.uniproc import UniprocExecutor
+from octavo.input.chat_template import ChatTemplate
+from octavo.input.input_processor import InputProcessor
+from octavo.input.tokenizer import Tokenizer
+from octavo.kv_cache.manager import KVCacheManager
+from octavo.kv_cache.sizing import MemoryBill, make_bill
+from octavo.output.output_processor import OutputProcessor
+from octavo.platforms import cpu
+from octavo.runner.cpu_model_runner import CPUModelRunner
+from octavo.scheduler.policy import Policy
+from octavo.scheduler.scheduler import Scheduler, SchedulerLimits
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is served, for people and /v1/models."""
+
+    name: str
+    backend: str
+    kv_dtype: str
+    max_model_len: int
+    vocab_size: int
+    bill: MemoryBill
+    load_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine's parts: the core, and what turns text into requests and outputs into text."""
+
+    core: EngineCore
+    inputs: InputProcessor
+    outputs: OutputProcessor
+    info: ModelInfo
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """An engine for a config, loaded and ready to step."""
+    started = time.perf_counter()
+    runner = CPUModelRunner(config.model, config)
+    bill = make_bill(
+        runner.sealed,
+        step_inputs=runner.inputs.nbytes,
+        request_states=runner.states.nbytes,
+        kv_cache_gib=config.kv_cache_gib,
+        available=cpu.available_memory(),
+    )
+    runner.load(bill.num_blocks)
+    kv = KVCacheManager(
+        bill.num_blocks,
+        runner.program.kv_groups,
+        prefix_caching=config.prefix_caching,
+        step_tokens=config.max_num_batched_tokens,
+    )
+    limits = SchedulerLimits(config.max_num_batched_tokens, config.max_num_seqs)
+    scheduler = Scheduler(limits, kv, policy=Policy(config.policy))
+    metadata = runner.checkpoint.metadata
+    tokenizer = Tokenizer.from_gguf(metadata)
+    info = ModelInfo(
+        name=Path(config.model).stem if config.model.endswith(".gguf") else config.model,
+        backend=runner.backend.name,
+        kv_dtype=runner.program.kv_layers[0].dtype,
+        max_model_len=runner.max_model_len,
+        vocab_size=runner.program.vocab_size,
+        bill=bill,
+        load_seconds=time.perf_counter() - started,
+    )
+    inputs = InputProcessor(
+        tokenizer,
+        _chat_template(metadata.get("tokenizer.chat_template"), tokenizer),
+        max_model_len=runner.max_model_len,
+        vocab_size=runner.program.vocab_size,
+    )
+    return Engine(EngineCore(scheduler, UniprocExecutor(runner)), inputs, OutputProcessor(tokenizer), info)
+
+
+def _chat_template(source: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
+    if source is None:
+        return None
+    bos = "" if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id)
+    eos = tokenizer.token_text(tokenizer.eos_ids[0]) if tokenizer.eos_ids else ""
+    return ChatTemplate(source, bos_token=bos, eos_token=eos)

@@ -1,0 +1,138 @@
+"""How a front end reaches an engine core.
+
+Rule: front ends talk in messages, `EngineRequest` in and `EngineOutput` out, so that the core can move to
+another thread or process without their noticing.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from octavo.engine.core import EngineCore
+from octavo.errors import EngineDeadError, OctavoError
+from octavo.messages import EngineOutput, EngineRequest
+from octavo.request import FinishReason
+
+
+class CoreClient(Protocol):
+    """Requests in, aborts in; outputs come back by the client's own way."""
+
+    def add(self, request: EngineRequest) -> None:
+        """Hand over a request."""
+
+    def abort(self, request_id: str) -> None:
+        """End a request early."""
+
+    def close(self) -> None:
+        """Stop the core."""
+
+
+class InProcessClient:
+    """The core in the caller's thread: outputs come from `step`."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether stepping would do anything."""
+        return self._core.has_requests
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request; InvalidRequestError where it can't be served."""
+        self._core.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; it produces no more output."""
+        self._core.abort(request_id)
+
+    def step(self) -> list[EngineOutput]:
+        """Run one step."""
+        return self._core.step()
+
+    def close(self) -> None:
+        """Free the core."""
+        self._core.close()
+
+
+class ThreadClient:
+    """The core in a thread of its own, which steps while there are requests and sleeps otherwise.
+
+    deliver is called in that thread with each step's outputs, and on_death once, with the error, should
+    the loop ever fail.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        deliver: Callable[[list[EngineOutput]], None],
+        on_death: Callable[[BaseException], None],
+    ) -> None:
+        self._core = core
+        self._deliver = deliver
+        self._on_death = on_death
+        self._inbox: queue.SimpleQueue[EngineRequest | str | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are still served."""
+        return self._thread.is_alive() and self._error is None
+
+    def add(self, request: EngineRequest) -> None:
+        """Hand over a request; EngineDeadError if nobody is there to take it."""
+        if not self.alive:
+            raise EngineDeadError(f"the engine has stopped ({self._error}); restart the server")
+        self._inbox.put(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request early; its last output has finish_reason abort."""
+        self._inbox.put(request_id)
+
+    def close(self) -> None:
+        """Stop the thread after the step it is in, and free the core."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._take_messages():
+                outputs = self._core.step()
+                if outputs:
+                    self._deliver(outputs)
+        except BaseException as error:
+            self._error = error
+            self._on_death(error)
+        finally:
+            self._core.close()
+
+    def _take_messages(self) -> bool:
+        """Apply all messages, waiting for one when there is nothing to step; False to stop."""
+        while not self._core.has_requests or not self._inbox.empty():
+            message = self._inbox.get()
+            if message is None:
+                return False
+            output = self._abort(message) if isinstance(message, str) else self._admit(message)
+            if output is not None:
+                self._deliver([output])
+        return True
+
+    def _abort(self, request_id: str) -> EngineOutput | None:
+        return self._core.abort(request_id)
+
+    def _admit(self, request: EngineRequest) -> EngineOutput | None:
+        try:
+            self._core.add(request)
+        except OctavoError as error:  # refused: that is this request's end, and nobody else's
+            return EngineOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=FinishReason.ERROR,
+                error=str(error),
+            )
+        return None

@@ -1,0 +1,36 @@
+"""The HTTP application: routes over one engine.
+
+Rule: the server knows the engine and the nouns. What a request means is decided behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+import octavo
+from octavo.engine.async_engine import AsyncEngine
+from octavo.engine.build import Engine
+from octavo.server import health
+from octavo.server.openai import chat, error_responses, models
+
+
+def create_app(engine: Engine) -> FastAPI:
+    """The app that serves a loaded engine; it owns the engine and closes it at shutdown."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.engine = AsyncEngine(engine)
+        try:
+            yield
+        finally:
+            await app.state.engine.close()
+
+    app = FastAPI(title="Octavo", version=octavo.__version__, lifespan=lifespan)
+    error_responses.install(app)
+    app.include_router(health.router)
+    app.include_router(models.router)
+    app.include_router(chat.router)
+    return app

@@ -1,0 +1,78 @@
+"""What the OpenAI routes take and refuse.
+
+Rule: a field is honoured, or on the short list of harmless ones that are accepted and ignored, or
+refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from octavo.errors import InvalidRequestError
+from octavo.sampling_params import MAX_LOGPROBS, SamplingParams
+
+#: Accepted and without effect: they describe the caller, or ask for what is the case anyway.
+IGNORED_FIELDS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier"})
+
+
+class StreamOptions(BaseModel):
+    """How a stream ends."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+
+
+class ChatCompletionRequest(BaseModel):
+    """POST /v1/chat/completions. Beyond OpenAI's fields: top_k, min_p, repetition_penalty, priority."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    messages: list[dict[str, Any]]
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] = Field(default_factory=dict)
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
+    n: Literal[1] = 1
+    priority: int = 0
+
+    def sampling_params(self) -> SamplingParams:
+        """The engine's terms for what was asked; InvalidRequestError where they can't be met."""
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=self.seed,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias={_token_id(key): bias for key, bias in self.logit_bias.items()},
+            logprobs=self.top_logprobs if self.logprobs else None,
+            max_tokens=limit,
+        )
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit()):
+        raise InvalidRequestError(
+            f"logit_bias has the key {key[:40]!r}; keys are token ids, such as '42'", param="logit_bias"
+        )
+    return int(key)
