@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from octavo.errors import InvalidRequestError
 from octavo.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -49,6 +49,13 @@ class ChatCompletionRequest(BaseModel):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
     n: Literal[1] = 1
     priority: int = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_ignored(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: item for key, item in value.items() if key not in IGNORED_FIELDS}
+        return value
 
     def sampling_params(self) -> SamplingParams:
         """The engine's terms for what was asked; InvalidRequestError where they can't be met."""
