@@ -87,11 +87,11 @@ class _Row:
     """A request's state in the runner."""
 
     new: NewRow
-    born: int  # the step that brought it
     tables: list[list[int]]  # per group; -1 where nothing was ever written
+    cells: list[list[Cell]]  # per group: what the KV memory must hold
     prefix: int
     tokens: list[int] = field(default_factory=list)
-    cells: list[list[Cell]] = field(default_factory=list)  # per group: what the KV memory must hold
+    tainted: set[str] = field(default_factory=set)  # poisoned requests whose KV it shared by then
 
     def append(self, token_id: int) -> None:
         self.prefix = extend_prefix(self.prefix, token_id)
@@ -143,7 +143,7 @@ class ScriptedExecutor:
         self._writers: list[str] = [""] * num_blocks
         self._faults: set[int] = set()
         self._errors: set[str] = set()
-        self._poisoned: dict[str, int] = {}  # request id -> last step planned when it turned out
+        self._poisoned: dict[str, set[str]] = {}  # request id -> requests that may share its KV
         self._last_step = 0
         self._lost = False  # a step raised, so the rows can't be trusted
 
@@ -161,8 +161,11 @@ class ScriptedExecutor:
         self._errors.add(request_id)
 
     def poison(self, request_id: str) -> None:
-        """KV that a request wrote is wrong: no row that a later plan brings may read it."""
-        self._poisoned[request_id] = self._last_step
+        """KV that a request wrote is wrong: no request may come to share it that doesn't already."""
+        rows = [*self._rows.values(), *(job.row for _, jobs in self._queue for job in jobs)]
+        for row in rows:
+            row.tainted.add(request_id)
+        self._poisoned[request_id] = set(self._rows)
 
     def tables(self, request_id: str) -> list[list[int]]:
         """A row's block tables, to look at."""
@@ -202,13 +205,19 @@ class ScriptedExecutor:
             self._rows.clear()
         for name in plan.dropped:
             require(self._rows.pop(name, None) is not None or again, f"{name} is dropped but has no row")
+            for sharers in self._poisoned.values():
+                sharers.discard(name)
         for new in plan.new_rows:
             require(new.request_id not in self._rows or again, f"{new.request_id} has a row already")
-            row = _Row(new, plan.step, [[] for _ in self._groups], empty_prefix(self._salt_of(new.request_id)))
-            row.cells = [[] for _ in self._groups]
+            row = self._rows[new.request_id] = _Row(
+                new,
+                tables=[[] for _ in self._groups],
+                cells=[[] for _ in self._groups],
+                prefix=empty_prefix(self._salt_of(new.request_id)),
+                tainted={name for name, sharers in self._poisoned.items() if new.request_id in sharers},
+            )
             for token_id in [*new.prompt_ids, *new.output_ids]:
                 row.append(token_id)
-            self._rows[new.request_id] = row
         require(len(self._rows) <= self._max_rows, f"{len(self._rows)} rows; there are {self._max_rows}")
         for step in plan.rows:
             require(step.request_id in self._rows, f"{step.request_id} has no row")
@@ -289,7 +298,7 @@ class ScriptedExecutor:
                         f"[{position}, {stop}), which are {wanted}"
                     )
                 writer = self._writers[block]
-                bad = writer in self._poisoned and job.row.born > self._poisoned[writer]
+                bad = writer in self._poisoned and writer not in job.row.tainted
                 require(not bad, f"{job.step.request_id} reads KV that {writer} wrote and that is wrong")
                 position = stop
 

@@ -12,10 +12,10 @@ struct OctavoContext {
       : kernels(kernels), team(num_threads) {}
 
   const octavo::KernelSet& kernels;
-  octavo::ThreadTeam team;
   std::vector<OctavoOp> ops;
   octavo::Step step{};               // inputs and limits from bind, sizes from run
   std::vector<int32_t> query_tiles;  // [max_seqs + 1]
+  octavo::ThreadTeam team;           // last: its threads read the above until they are joined
 };
 
 namespace octavo {

@@ -46,12 +46,12 @@ class DefaultFloatEnvironment {
   std::fenv_t saved_;
 };
 
-void run_ops(void* argument, const Worker& worker) {
+void run_ops(const void* argument, Worker& worker) {
   const OctavoContext& context = *static_cast<const OctavoContext*>(argument);
   const DefaultFloatEnvironment environment;
   for (const OctavoOp& op : context.ops) {
     context.kernels.by_kind[op.kind](op, context.step, worker);
-    barrier(worker);
+    end_phase(worker);
   }
 }
 
@@ -99,6 +99,7 @@ const char* octavo_isa(const OctavoContext* context) { return context->kernels.i
 
 void octavo_bind(OctavoContext* context, const OctavoOp* ops, int32_t num_ops,
                  const OctavoInputs* inputs, const OctavoLimits* limits, OctavoStatus* status) {
+  context->team.wait_idle();
   context->ops.assign(ops, ops + num_ops);
   context->query_tiles.assign(limits->max_seqs + 1, 0);
   context->step = {0, 0, 0, *inputs, *limits, context->query_tiles.data()};
@@ -108,6 +109,7 @@ void octavo_bind(OctavoContext* context, const OctavoOp* ops, int32_t num_ops,
 
 void octavo_run(OctavoContext* context, int32_t num_tokens, int32_t num_seqs, int32_t num_sampled,
                 OctavoStatus* status) {
+  context->team.wait_idle();
   context->step.num_tokens = num_tokens;
   context->step.num_seqs = num_seqs;
   context->step.num_sampled = num_sampled;

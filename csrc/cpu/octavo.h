@@ -123,7 +123,7 @@ OCTAVO_API void octavo_bind(OctavoContext* context, const OctavoOp* ops, int32_t
                             const OctavoInputs* inputs, const OctavoLimits* limits,
                             OctavoStatus* status);
 
-/* Run all ops on a step of this size. */
+/* Run all ops on a step of this size. One thread at a time calls into a context. */
 OCTAVO_API void octavo_run(OctavoContext* context, int32_t num_tokens, int32_t num_seqs,
                            int32_t num_sampled, OctavoStatus* status);
 

@@ -85,18 +85,19 @@ void pack_one(const OctavoPackJob& job, int64_t row) {
 }
 
 // Threads take whole panels: rows of one panel share bytes.
-void pack_panels(void* argument, const Worker& worker) {
+void pack_panels(const void* argument, Worker& worker) {
   const OctavoPackJob& job = *static_cast<const OctavoPackJob*>(argument);
   const int64_t first_panel = job.first_row / kPanel;
   const int64_t end_row = job.first_row + job.num_rows;
   const int64_t panels = (end_row + kPanel - 1) / kPanel - first_panel;
-  for (Range range; claim(worker, panels, 1, &range);) {
+  for (Range range{}; claim(worker, panels, 1, &range);) {
     const int64_t begin = (first_panel + range.begin) * kPanel;
     const int64_t end = begin + kPanel;
     for (int64_t row = begin; row < end; ++row) {
       if (row >= job.first_row && row < end_row) pack_one(job, row - job.first_row);
     }
   }
+  end_phase(worker);
 }
 
 }  // namespace
@@ -104,6 +105,6 @@ void pack_panels(void* argument, const Worker& worker) {
 }  // namespace octavo
 
 extern "C" void octavo_pack(OctavoContext* context, const OctavoPackJob* job) {
-  OctavoPackJob copy = *job;
-  context->team.run(octavo::pack_panels, &copy);
+  context->team.run(octavo::pack_panels, job);
+  context->team.wait_idle();  // the job is the caller's
 }

@@ -12,23 +12,30 @@ namespace octavo {
 
 class ThreadTeam;
 
-// One thread inside a run of the team.
+// One thread of a team.
 struct Worker {
   ThreadTeam* team;
   int thread;
   int num_threads;
+  uint32_t phase;  // of the team's work this thread is in
 };
 
+// A kernel's work is one or more phases. In a phase every thread claims ranges of the same items
+// until none is left, and then ends the phase:
+//
+//   for (Range range{}; claim(worker, total, chunk, &range);) { ... items of range ... }
+//   end_phase(worker);
 struct Range {
   int64_t begin;
   int64_t end;
 };
 
-// Take the next `chunk` of `total` items that no thread has taken since the last barrier.
-bool claim(const Worker& worker, int64_t total, int64_t chunk, Range* range);
+// Take the next `chunk` of `total` items; false when none is left. Also reports the range claimed
+// before as done. `total` is below 2^31 and the same on every thread.
+bool claim(Worker& worker, int64_t total, int64_t chunk, Range* range);
 
-// Wait for all threads of the team. What they wrote is visible afterwards; claims start anew.
-void barrier(const Worker& worker);
+// Wait until all items of the phase are done. What was written for them is visible afterwards.
+void end_phase(Worker& worker);
 
 // The sizes and inputs of one step, checked.
 struct Step {
@@ -44,9 +51,10 @@ struct Step {
 // Query tokens that attention works on at a time.
 constexpr int kQueryTile = 16;
 
-using Kernel = void (*)(const OctavoOp& op, const Step& step, const Worker& worker);
+// Runs an op up to its last phase, which the interpreter ends. All threads call it.
+using Kernel = void (*)(const OctavoOp& op, const Step& step, Worker& worker);
 
-// The kernels of one ISA, by OctavoOpKind. All threads of a team call the same kernel together.
+// The kernels of one ISA, by OctavoOpKind.
 struct KernelSet {
   const char* isa;
   Kernel by_kind[OCTAVO_NUM_OP_KINDS];

@@ -6,6 +6,7 @@ Rule: every field is honoured exactly or refused by name; nothing is clamped in 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import msgspec
 
@@ -23,7 +24,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     temperature: >= 0; 0 is greedy. top_k: 0 turns it off. top_p in (0, 1], min_p in [0, 1].
     seed: 0 <= seed < 2**64; None draws one, which the output reports.
-    repetition_penalty > 0 covers prompt and output; presence_penalty and frequency_penalty, in
+    repetition_penalty, in [0.01, 100], covers prompt and output; presence_penalty and frequency_penalty, in
     [-2, 2], cover the output only. logit_bias: token id -> bias in [-100, 100].
     logprobs: how many alternatives to report with each sampled token (None: no logprobs at all;
     0: the sampled token's alone). max_tokens: None means as many as the context holds.
@@ -48,7 +49,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _in_range("temperature", self.temperature, 0.0, math.inf)
         _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _in_range("min_p", self.min_p, 0.0, 1.0)
-        _in_range("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        _in_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)  # beyond, float32 overflows
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _in_int_range("top_k", self.top_k, 0, 2**31 - 1)
@@ -63,8 +64,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are allowed",
                 param="logit_bias",
             )
+        _token_ids("logit_bias", self.logit_bias)
+        _token_ids("stop_token_ids", self.stop_token_ids)
         for token_id, bias in self.logit_bias.items():
-            if not -100.0 <= bias <= 100.0:
+            if not _is_number(bias) or not -100.0 <= bias <= 100.0:
                 raise InvalidRequestError(
                     f"logit_bias[{token_id}] is {bias}; biases lie in [-100, 100]", param="logit_bias"
                 )
@@ -92,12 +95,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def _in_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    inside = math.isfinite(value) and (low < value if open_low else low <= value) and value <= high
-    if not inside:
+    inside = _is_number(value) and math.isfinite(value) and low <= value <= high
+    if not inside or (open_low and value == low):
         bracket = "(" if open_low else "["
-        raise InvalidRequestError(f"{name} is {value}; it must lie in {bracket}{low}, {high}]", param=name)
+        raise InvalidRequestError(f"{name} is {value!r}; it must lie in {bracket}{low}, {high}]", param=name)
 
 
 def _in_int_range(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise InvalidRequestError(f"{name} is {value}; it must lie in {low}..{high}", param=name)
+    if type(value) is not int or not low <= value <= high:
+        raise InvalidRequestError(f"{name} is {value!r}; it must be an integer in {low}..{high}", param=name)
+
+
+def _token_ids(name: str, ids: Iterable[int]) -> None:
+    for token_id in ids:
+        if type(token_id) is not int:
+            raise InvalidRequestError(f"{name} has {token_id!r}; token ids are integers", param=name)
+
+
+def _is_number(value: object) -> bool:
+    """Annotations are checked where JSON is read, not where Python calls."""
+    return isinstance(value, int | float) and not isinstance(value, bool)

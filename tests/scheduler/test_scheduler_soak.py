@@ -36,8 +36,8 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from fakes import VOCAB_SIZE, InjectedFault, ScriptedExecutor, solo_run
 
+from fakes import VOCAB_SIZE, InjectedFault, ScriptedExecutor, solo_run
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.messages import EngineRequest, SchedulerOutput
 from octavo.program.ir import BLOCK_SIZE, KVGroup
@@ -317,17 +317,17 @@ class Driver:
 # -- random load --------------------------------------------------------------------------------
 
 
-def draw_setup(rng: random.Random, groups: tuple[KVGroup, ...], policy: Policy) -> Setup:
+def draw_setup(rng: random.Random) -> Setup:
     """Settings that hurt: small budgets, few rows, a pool of one and a half sequences."""
     return Setup(
-        groups=groups,
-        policy=policy,
+        groups=rng.choice(list(LAYOUTS.values())),
+        policy=rng.choice(list(Policy)),
         prefix_caching=rng.random() < 0.8,
-        budget=rng.choice([1, 3, 7, 16, 20, 20, 48, 48]),
-        max_seqs=rng.choice([2, 4, 8]),
-        depth=rng.choice([1, 2, 2, 2]),
+        budget=rng.choice([1, 3, 7, 16, 20, 48, 48]),
+        max_seqs=rng.choice([2, 5, 8, 8]),
+        depth=rng.choice([1, 2, 2, 3]),
         longest=rng.choice([33, 72, 100]),
-        sequences=rng.choice([1.5, 1.5, 2, 3]),
+        sequences=rng.choice([1.5, 1.5, 2, 4]),
     )
 
 
@@ -336,12 +336,11 @@ class RandomLoad:
 
     def __init__(self, seed: int, setup: Setup | None = None, *, faults: bool | None = None) -> None:
         self.rng = rng = random.Random(seed)
-        if setup is None:
-            groups = rng.choice(list(LAYOUTS.values()))
-            setup = draw_setup(rng, groups, rng.choice(list(Policy)))
+        setup = setup or draw_setup(rng)
         self.driver = Driver(setup)
         self._faults = rng.random() < 0.5 if faults is None else faults
-        self._crowd = rng.choice([4, 8, 12])
+        self._crowd = setup.max_seqs + rng.choice([1, 4])
+        self._longest_prompt = rng.choice([6, 20, setup.longest - 1])
         self._prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(setup.longest)] for _ in range(3)]
 
     def run(self, num_steps: int) -> int:
@@ -376,8 +375,8 @@ class RandomLoad:
 
     def _add(self) -> None:
         rng, longest = self.rng, self.driver.setup.longest
-        length = rng.randint(1, rng.choice([20, longest - 1]))
-        shared = rng.choice([0, rng.randint(0, length), length])
+        length = rng.randint(1, self._longest_prompt)
+        shared = rng.choice([0, rng.randint(0, length), length, length])
         prompt = rng.choice(self._prefixes)[:shared]
         prompt = prompt + [rng.randrange(VOCAB_SIZE) for _ in range(length - shared)]
         self.driver.add(
@@ -391,17 +390,19 @@ class RandomLoad:
         )
 
 
-def soak(num_steps: int, groups: tuple[KVGroup, ...], policy: Policy, first_seed: int) -> None:
-    """Execute `num_steps` steps of random load, 250 for each of as many seeds as it takes."""
+def soak(num_steps: int, first_seed: int) -> None:
+    """Execute `num_steps` steps of random load, about 100 for each of as many seeds as it takes."""
     executed = preemptions = cached = faults = finished = 0
     seed = first_seed
+    kinds = set()
     while executed < num_steps:
-        load = RandomLoad(seed, draw_setup(random.Random(seed), groups, policy))
+        load = RandomLoad(seed)
         try:
-            executed += load.run(min(250, num_steps - executed))
+            executed += load.run(min(80, num_steps - executed))
         except Exception as error:
             error.add_note(f"seed {seed}: {load.driver.setup}")
             raise
+        kinds.add((load.driver.setup.groups, load.driver.setup.policy))
         preemptions += load.driver.num_preemptions
         cached += load.driver.num_cached_tokens
         faults += load.driver.num_faults
@@ -409,26 +410,22 @@ def soak(num_steps: int, groups: tuple[KVGroup, ...], policy: Policy, first_seed
         seed += 1
     assert executed >= num_steps
     # A soak in which nothing happens proves nothing.
+    assert len(kinds) == len(LAYOUTS) * len(Policy)
     assert preemptions > num_steps // 100
     assert cached > num_steps // 10
     assert faults > num_steps // 200
-    assert finished > num_steps // 50
+    assert finished > num_steps // 10
 
 
-COMBINATIONS = [(layout, policy) for layout in LAYOUTS for policy in Policy]
-
-
-@pytest.mark.parametrize(("layout", "policy"), COMBINATIONS)
-def test_random_load_answers_as_alone(layout: str, policy: Policy) -> None:
+def test_random_load_answers_as_alone() -> None:
     """5,000 steps over all layouts and policies."""
-    soak(math.ceil(5_000 / len(COMBINATIONS)), LAYOUTS[layout], policy, first_seed=1)
+    soak(5_000, first_seed=0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "policy"), COMBINATIONS)
-def test_long_random_load_answers_as_alone(layout: str, policy: Policy) -> None:
+def test_long_random_load_answers_as_alone() -> None:
     """100,000 steps over all layouts and policies."""
-    soak(math.ceil(100_000 / len(COMBINATIONS)), LAYOUTS[layout], policy, first_seed=10_000)
+    soak(100_000, first_seed=1_000_000)
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
@@ -448,5 +445,3 @@ def test_a_burst_drains_within_the_bound(layout: str, prefix_caching: bool) -> N
             driver.add(shared[: rng.randint(0, 40)] + tail, seed=i, max_tokens=16)
         driver.drain()
         assert all(case.ended is FinishReason.LENGTH for case in driver.cases.values())
-
-

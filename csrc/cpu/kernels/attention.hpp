@@ -57,13 +57,18 @@ struct Scratch {
   }
 };
 
+// The pages of blocks of a tile; `end` is where the positions that the item reads end.
 template <class T>
 OCTAVO_INLINE void find_pages(const Pages<T>& pages, const Item& item, int tile_begin, Span blocks,
-                              KVTile<T>* tile) {
+                              int end, KVTile<T>* tile) {
+  const int32_t* ids = item.block_table + tile_begin / kBlockTokens;
+  const int blocks_left = static_cast<int>(ceil_div(end - tile_begin, kBlockTokens));
   for (int block = blocks.begin; block < blocks.end; ++block) {
-    const int id = item.block_table[tile_begin / kBlockTokens + block];
-    tile->k[block] = pages.k(id, item.kv_head);
-    tile->v[block] = pages.v(id, item.kv_head);
+    const int next = block + kTileBlocks < blocks_left ? block + kTileBlocks : block;
+    tile->k[block] = pages.k(ids[block], item.kv_head);
+    tile->v[block] = pages.v(ids[block], item.kv_head);
+    tile->k_ahead[block] = pages.k(ids[next], item.kv_head);
+    tile->v_ahead[block] = pages.v(ids[next], item.kv_head);
   }
 }
 
@@ -79,8 +84,8 @@ OCTAVO_INLINE KVTile<float> convert(const KVTile<Half>& from, Span blocks, int h
       store(k + i, load(from.k[block] + i));
       store(v + i, load(from.v[block] + i));
     }
-    to.k[block] = k;
-    to.v[block] = v;
+    to.k[block] = to.k_ahead[block] = k;
+    to.v[block] = to.v_ahead[block] = v;
   }
   return to;
 }
@@ -128,7 +133,7 @@ OCTAVO_INLINE void attend_split(const OctavoOp& op, const Item& item, Span split
     const Span blocks{(positions.begin - begin) / kBlockTokens,
                       static_cast<int>(ceil_div(positions.end - begin, kBlockTokens))};
     KVTile<T> tile;
-    find_pages(pages, item, begin, blocks, &tile);
+    find_pages(pages, item, begin, blocks, last_position + 1, &tile);
     if (rows.end - rows.begin <= kRowsTogether) {
       attend_all(tile, begin, op, item, rows, scratch);
     } else {
@@ -232,11 +237,11 @@ OCTAVO_INLINE Item item_at(const OctavoOp& op, const Step& step, int64_t index, 
           in.block_table + table * step.limits.max_blocks};
 }
 
-static void attention(const OctavoOp& op, const Step& step, const Worker& worker) {
+static void attention(const OctavoOp& op, const Step& step, Worker& worker) {
   const Scratch scratch(op, worker.thread);
   const int64_t items = static_cast<int64_t>(op.kv_heads) * step.query_tiles[step.num_seqs];
   int seq = 0;
-  for (Range range; claim(worker, items, 1, &range);) {
+  for (Range range{}; claim(worker, items, 1, &range);) {
     const Item item = item_at(op, step, range.begin, &seq);
     if (op.kv_dtype == OCTAVO_DTYPE_F16) {
       attend_item<Half>(op, item, scratch);

@@ -12,11 +12,15 @@ namespace octavo::OCTAVO_ISA {
 constexpr int kTile = 64;                        // KV positions of a tile, aligned to position
 constexpr int kTileBlocks = kTile / kBlockTokens;
 
-// The pages of a tile for one KV head. Only blocks some row sees have pointers.
+// The pages of a tile for one KV head. Only blocks some row sees have pointers. As a line of a page
+// is read, the same line of the page `ahead` is prefetched: pages lie anywhere, and no hardware
+// prefetcher finds the next one. Where nothing is ahead it is the page itself.
 template <class T>
 struct KVTile {
   const T* k[kTileBlocks];  // [head_dim][16] each
   const T* v[kTileBlocks];  // [16][head_dim] each
+  const T* k_ahead[kTileBlocks];
+  const T* v_ahead[kTileBlocks];
 };
 
 // Positions [begin, end) of a tile.
@@ -47,6 +51,7 @@ OCTAVO_INLINE void score_blocks(const KVTile<T>& tile, int block, int head_dim, 
   for (int d = 0; d < head_dim; ++d) {
     F8 k[2 * N];
     for (int n = 0; n < N; ++n) {
+      prefetch(tile.k_ahead[block + n] + d * kBlockTokens);
       k[2 * n] = load(tile.k[block + n] + d * kBlockTokens);
       k[2 * n + 1] = load(tile.k[block + n] + d * kBlockTokens + 8);
     }
@@ -107,7 +112,9 @@ OCTAVO_INLINE void add_values_at(const KVTile<T>& tile, Span span, int d, int he
     const int block = t / kBlockTokens;
     const int block_end = smaller_of((block + 1) * kBlockTokens, span.end);
     const T* line = tile.v[block] + (t % kBlockTokens) * head_dim + d;
-    for (; t < block_end; ++t, line += head_dim) {
+    const T* ahead = tile.v_ahead[block] + (t % kBlockTokens) * head_dim + d;
+    for (; t < block_end; ++t, line += head_dim, ahead += head_dim) {
+      prefetch(ahead);
       F8 v[N];
       for (int i = 0; i < N; ++i) v[i] = load(line + 8 * i);
 OCTAVO_UNROLL(6)

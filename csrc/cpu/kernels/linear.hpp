@@ -20,12 +20,12 @@ OCTAVO_INLINE PanelOut panel_out(const OctavoOp& op, int first_row, int64_t pane
 // that stay in L2, then panels, then the block's tiles. `before_panel` runs once a block and panel.
 template <class BeforePanel, class F>
 OCTAVO_INLINE void for_each_tile(const OctavoOp& op, int num_rows, size_t row_nbytes,
-                                 const Worker& worker, BeforePanel before_panel, F f) {
+                                 Worker& worker, BeforePanel before_panel, F f) {
   const int64_t panels = ceil_div(op.out_width, kPanel);
   const int64_t chunk = claim_chunk(panels, worker, kMostPanels);
   const int tiles_in_block = larger_of(1, static_cast<int>(kRowBlockBytes / (row_nbytes * kRowTile)));
   const int block = tiles_in_block * kRowTile;
-  for (Range range; claim(worker, panels, chunk, &range);) {
+  for (Range range{}; claim(worker, panels, chunk, &range);) {
     for (int block_begin = 0; block_begin < num_rows; block_begin += block) {
       const int block_end = smaller_of(num_rows, block_begin + block);
       for (int64_t panel = range.begin; panel < range.end; ++panel) {
@@ -39,10 +39,10 @@ OCTAVO_INLINE void for_each_tile(const OctavoOp& op, int num_rows, size_t row_nb
 }
 
 template <class T>
-OCTAVO_INLINE void quantize_rows(const QuantizedRows<T>& to, const float* x, const Worker& worker) {
+OCTAVO_INLINE void quantize_rows(const QuantizedRows<T>& to, const float* x, Worker& worker) {
   for_each_row(to.num_tiles(), worker,
                [&](int64_t tile) { quantize_tile(to, static_cast<int>(tile), x); });
-  barrier(worker);
+  end_phase(worker);
 }
 
 template <class T>
@@ -52,7 +52,7 @@ OCTAVO_INLINE TileRows<T> tile_rows(const QuantizedRows<T>& from, int first_row)
           from.sums + per_group};
 }
 
-static void linear_q4m(const OctavoOp& op, const Step& step, const Worker& worker) {
+static void linear_q4m(const OctavoOp& op, const Step& step, Worker& worker) {
   const int num_rows = rows_of(op, step);
   char* end;
   const QuantizedRows<int8_t> x(op.scratch, num_rows, op.in_width, &end);
@@ -82,7 +82,7 @@ static void linear_q4m(const OctavoOp& op, const Step& step, const Worker& worke
       });
 }
 
-static void linear_q8(const OctavoOp& op, const Step& step, const Worker& worker) {
+static void linear_q8(const OctavoOp& op, const Step& step, Worker& worker) {
   const int num_rows = rows_of(op, step);
   char* end;
   const QuantizedRows<int16_t> x(op.scratch, num_rows, op.in_width, &end);
@@ -100,7 +100,7 @@ static void linear_q8(const OctavoOp& op, const Step& step, const Worker& worker
       });
 }
 
-static void linear_f32(const OctavoOp& op, const Step& step, const Worker& worker) {
+static void linear_f32(const OctavoOp& op, const Step& step, Worker& worker) {
   const int num_rows = rows_of(op, step);
   const size_t width = op.in_width;
   const float* weight = static_cast<const float*>(op.weight);
@@ -114,7 +114,7 @@ static void linear_f32(const OctavoOp& op, const Step& step, const Worker& worke
       });
 }
 
-static void linear(const OctavoOp& op, const Step& step, const Worker& worker) {
+static void linear(const OctavoOp& op, const Step& step, Worker& worker) {
   switch (op.format) {
     case OCTAVO_FORMAT_Q4M: return linear_q4m(op, step, worker);
     case OCTAVO_FORMAT_Q8: return linear_q8(op, step, worker);

@@ -106,8 +106,8 @@ OCTAVO_UNROLL(8)
 OCTAVO_UNROLL(4)
       for (int row = 0; row < R; ++row) {
         const Bytes32 x = broadcast_quad(rows.quants + row * kGroup + 4 * quad);
-        multiply_add(sum[row][0], low, x);
-        multiply_add(sum[row][1], high, x);
+        sum[row][0] = multiply_add(low, x, sum[row][0]);
+        sum[row][1] = multiply_add(high, x, sum[row][1]);
       }
     }
     I32x8 dot[R][2];
@@ -153,8 +153,8 @@ OCTAVO_UNROLL(16)
 OCTAVO_UNROLL(4)
       for (int row = 0; row < R; ++row) {
         const Words16 x = broadcast_pair(rows.quants + row * kGroup + 2 * pair);
-        multiply_add(dot[row][0], low, x);
-        multiply_add(dot[row][1], high, x);
+        dot[row][0] = multiply_add(low, x, dot[row][0]);
+        dot[row][1] = multiply_add(high, x, dot[row][1]);
       }
     }
     add_scaled<R>(acc, dot, block.scales, rows.scales);

@@ -29,7 +29,7 @@ OCTAVO_INLINE int rows_of(const OctavoOp& op, const Step& step) {
 
 // How many of `total` equal items to claim at once: a few claims a thread, so that a thread that
 // lost its core delays the others by little.
-OCTAVO_INLINE int64_t claim_chunk(int64_t total, const Worker& worker, int64_t most) {
+OCTAVO_INLINE int64_t claim_chunk(int64_t total, Worker& worker, int64_t most) {
   constexpr int kClaimsPerThread = 8;
   const int64_t chunk = total / (static_cast<int64_t>(worker.num_threads) * kClaimsPerThread);
   return smaller_of<int64_t>(larger_of<int64_t>(chunk, 1), most);
@@ -37,10 +37,10 @@ OCTAVO_INLINE int64_t claim_chunk(int64_t total, const Worker& worker, int64_t m
 
 // Call f(row) for the rows this thread claims.
 template <class F>
-OCTAVO_INLINE void for_each_row(int num_rows, const Worker& worker, F f) {
+OCTAVO_INLINE void for_each_row(int num_rows, Worker& worker, F f) {
   constexpr int64_t kMostRows = 64;
   const int64_t chunk = claim_chunk(num_rows, worker, kMostRows);
-  for (Range range; claim(worker, num_rows, chunk, &range);) {
+  for (Range range{}; claim(worker, num_rows, chunk, &range);) {
     for (int64_t row = range.begin; row < range.end; ++row) f(row);
   }
 }

@@ -63,7 +63,7 @@ OCTAVO_INLINE void rotate_head(const float* x, const float* cos, const float* si
 }
 
 template <class T>
-OCTAVO_INLINE void rotate_and_store(const OctavoOp& op, const Step& step, const Worker& worker) {
+OCTAVO_INLINE void rotate_and_store(const OctavoOp& op, const Step& step, Worker& worker) {
   const Pages<T> pages(op);
   const int head_dim = op.head_dim;
   const int half = op.rotary_dim / 2;
@@ -95,7 +95,7 @@ OCTAVO_INLINE void rotate_and_store(const OctavoOp& op, const Step& step, const 
   });
 }
 
-static void rotary_store_kv(const OctavoOp& op, const Step& step, const Worker& worker) {
+static void rotary_store_kv(const OctavoOp& op, const Step& step, Worker& worker) {
   if (op.kv_dtype == OCTAVO_DTYPE_F16) return rotate_and_store<Half>(op, step, worker);
   return rotate_and_store<float>(op, step, worker);
 }

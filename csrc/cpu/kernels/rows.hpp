@@ -38,7 +38,7 @@ OCTAVO_INLINE void read_row(const float* weight, int n, int width, float* out) {
 }
 
 template <class Weight>
-OCTAVO_INLINE void embed(const OctavoOp& op, const Step& step, const Worker& worker) {
+OCTAVO_INLINE void embed(const OctavoOp& op, const Step& step, Worker& worker) {
   const Weight* weight = static_cast<const Weight*>(op.weight);
   for_each_row(step.num_tokens, worker, [&](int64_t row) {
     float* out = op.out + row * op.out_width;
@@ -49,7 +49,7 @@ OCTAVO_INLINE void embed(const OctavoOp& op, const Step& step, const Worker& wor
   });
 }
 
-static void embedding(const OctavoOp& op, const Step& step, const Worker& worker) {
+static void embedding(const OctavoOp& op, const Step& step, Worker& worker) {
   switch (op.format) {
     case OCTAVO_FORMAT_Q4M: return embed<Q4mBlock>(op, step, worker);
     case OCTAVO_FORMAT_Q8: return embed<Q8Block>(op, step, worker);
@@ -73,7 +73,7 @@ OCTAVO_INLINE void normalize(const float* x, const float* weight, float eps, int
   }
 }
 
-static void rms_norm(const OctavoOp& op, const Step& step, const Worker& worker) {
+static void rms_norm(const OctavoOp& op, const Step& step, Worker& worker) {
   const float* weight = static_cast<const float*>(op.weight);
   for_each_row(rows_of(op, step), worker, [&](int64_t row) {
     const size_t at = row * op.out_width;
@@ -81,7 +81,7 @@ static void rms_norm(const OctavoOp& op, const Step& step, const Worker& worker)
   });
 }
 
-static void add_rms_norm(const OctavoOp& op, const Step& step, const Worker& worker) {
+static void add_rms_norm(const OctavoOp& op, const Step& step, Worker& worker) {
   const float* weight = static_cast<const float*>(op.weight);
   for_each_row(rows_of(op, step), worker, [&](int64_t row) {
     const size_t at = row * op.out_width;
@@ -95,7 +95,7 @@ static void add_rms_norm(const OctavoOp& op, const Step& step, const Worker& wor
 // -- gated activation ---------------------------------------------------------------------------
 
 // silu(x[:, :F]) * x[:, F:], silu(g) = g / (1 + exp(-g)); F is a multiple of 8.
-static void gated_silu(const OctavoOp& op, const Step& step, const Worker& worker) {
+static void gated_silu(const OctavoOp& op, const Step& step, Worker& worker) {
   const int width = op.out_width;
   const F8 one = broadcast(1.0f);
   const F8 largest_exponent = broadcast(87.0f);
@@ -113,7 +113,7 @@ static void gated_silu(const OctavoOp& op, const Step& step, const Worker& worke
 
 // -- gather -------------------------------------------------------------------------------------
 
-static void gather_rows(const OctavoOp& op, const Step& step, const Worker& worker) {
+static void gather_rows(const OctavoOp& op, const Step& step, Worker& worker) {
   const size_t width = op.out_width;
   for_each_row(step.num_sampled, worker, [&](int64_t row) {
     const size_t from = step.inputs.sampled_rows[row];

@@ -217,12 +217,13 @@ OCTAVO_INLINE Bytes32 broadcast_quad(const int8_t* p) {
   return r;
 }
 OCTAVO_INLINE I16x16 zero_i16() { return {}; }
-OCTAVO_INLINE void multiply_add(I16x16& sum, Bytes32 weights, Bytes32 activations) {
+OCTAVO_INLINE I16x16 multiply_add(Bytes32 weights, Bytes32 activations, I16x16 sum) {
   for (int i = 0; i < 16; ++i) {
     const int even = weights.v[2 * i] * static_cast<int8_t>(activations.v[2 * i]);
     const int odd = weights.v[2 * i + 1] * static_cast<int8_t>(activations.v[2 * i + 1]);
     sum.v[i] = static_cast<int16_t>(sum.v[i] + even + odd);
   }
+  return sum;
 }
 OCTAVO_INLINE I32x8 add_pairs(I16x16 a) {
   I32x8 r;
@@ -246,11 +247,12 @@ OCTAVO_INLINE Words16 broadcast_pair(const int16_t* p) {
   for (int i = 0; i < 16; ++i) r.v[i] = p[i % 2];
   return r;
 }
-OCTAVO_INLINE void multiply_add(I32x8& sum, Words16 weights, Words16 activations) {
+OCTAVO_INLINE I32x8 multiply_add(Words16 weights, Words16 activations, I32x8 sum) {
   for (int i = 0; i < 8; ++i) {
     sum.v[i] += weights.v[2 * i] * activations.v[2 * i] +
                 weights.v[2 * i + 1] * activations.v[2 * i + 1];
   }
+  return sum;
 }
 
 OCTAVO_INLINE void prefetch(const void*) {}

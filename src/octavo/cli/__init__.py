@@ -5,6 +5,7 @@ One file per command, imported when the command runs: `octavo --help` answers at
 
 from __future__ import annotations
 
+import os
 import sys
 
 from cyclopts import App
@@ -12,6 +13,8 @@ from cyclopts import App
 import octavo
 
 _HELP = "Serve large language models: same bits under any load."
+_INTERRUPTED = 130
+_BROKEN_PIPE = 141
 
 app = App(name="octavo", help=_HELP, version=octavo.__version__, help_format="plaintext")
 app.command("octavo.cli.serve:serve", help="Serve a model over HTTP, with an OpenAI-compatible API.")
@@ -24,12 +27,17 @@ def main() -> None:
     from octavo.errors import OctavoError
 
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except OctavoError as error:
-        from rich.console import Console
-        from rich.markup import escape
+        from octavo.cli.terminal import print_error
 
-        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(str(error))}")
+        print_error(error)
         sys.exit(1)
+    except BrokenPipeError:  # whoever read our output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(_BROKEN_PIPE)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(_INTERRUPTED)

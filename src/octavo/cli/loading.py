@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 from rich.logging import RichHandler
 
+from octavo.cli.terminal import escape
 from octavo.config.resolve import Resolved
-from octavo.engine.build import ModelInfo
+
+if TYPE_CHECKING:  # it imports torch, and `--help` should not wait for that
+    from octavo.engine.build import ModelInfo
 
 T = TypeVar("T")
 
@@ -20,15 +23,14 @@ def load(console: Console, resolved: Resolved, make: Callable[[], T], info: Call
     handler = RichHandler(console=console, show_path=False, show_time=False, markup=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
     _fetch(resolved)
-    with console.status(f"Loading {resolved.config.model} ..."):
+    with console.status(f"Loading {escape(resolved.config.model)} ..."):
         engine = make()
     loaded = info(engine)
     gib = loaded.bill.total / (1 << 30)
     blocks = f"{loaded.bill.num_blocks} KV blocks, {gib:.2f} GiB in all"
     console.print(
-        f"[bold]{loaded.name}[/]  backend {loaded.backend}, KV {loaded.kv_dtype}, "
-        f"context {loaded.max_model_len}, {blocks}, loaded in {loaded.load_seconds:.1f} s",
-        highlight=False,
+        f"[bold]{escape(loaded.name)}[/]  backend {loaded.backend}, KV {loaded.kv_dtype}, "
+        f"context {loaded.max_model_len}, {blocks}, loaded in {loaded.load_seconds:.1f} s"
     )
     return engine
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import socket
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Group, Parameter
-from rich.console import Console
-from rich.table import Table
 
 from octavo.cli.loading import load
 from octavo.cli.settings import NO_FLAGS, Flags, explain, resolve_settings
+from octavo.cli.terminal import console
 from octavo.config.resolve import Resolved
 from octavo.errors import ConfigError
 
@@ -30,49 +29,49 @@ def serve(
 ) -> None:
     """Serve a model over HTTP. Ctrl-C stops the server."""
     resolved = resolve_settings(settings)
-    console = Console(stderr=True, highlight=False)
     if explain_config:
-        Console().print(_explanation(resolved))
+        _explain(resolved)
         return
-    listener = _listen(host, port)  # before loading: a taken port should not cost a load
+    listener = _bind(host, port)  # before loading: a taken port should not cost a load
+    stderr = console()
 
     from octavo.engine.build import build_engine
     from octavo.server.app import create_app
+    from octavo.server.serving import run
 
-    engine = load(console, resolved, lambda: build_engine(resolved.config), lambda e: e.info)
-    _run(create_app(engine), listener, console)
+    engine = load(stderr, resolved, lambda: build_engine(resolved.config), lambda e: e.info)
+    url = _url(listener)
+    run(
+        create_app(engine),
+        listener,
+        on_ready=lambda: stderr.print(f"[bold green]Ready[/] at {url}  [dim](Ctrl-C stops)[/]"),
+        on_drain=lambda seconds: stderr.print(
+            f"Stopping; open answers have {seconds:g} s to end [dim](Ctrl-C again stops at once)[/]"
+        ),
+    )
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+def _bind(host: str, port: int) -> socket.socket:
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port is {port}; ports are 0..65535, where 0 takes a free one")
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except (OSError, OverflowError) as error:
+    except (OSError, ValueError) as error:  # ValueError: a host that is no name at all
         listener.close()
-        hint = (
-            "Choose another with --port" if getattr(error, "errno", 0) == errno.EADDRINUSE else "Check --host"
-        )
-        raise ConfigError(f"can't listen on {host}:{port}: {error}. {hint}") from error
+        blame = "--port" if getattr(error, "errno", 0) in (errno.EADDRINUSE, errno.EACCES) else "--host"
+        raise ConfigError(f"can't listen on {host}:{port}: {error}. Choose another {blame}") from error
     return listener
 
 
-def _run(app: Any, listener: socket.socket, console: Console) -> None:
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            host, port = listener.getsockname()[:2]
-            console.print(f"[bold green]Ready[/] at http://{host}:{port}  [dim](Ctrl-C stops)[/]")
-
-    config = uvicorn.Config(app, log_level="warning")
-    Server(config).run(sockets=[listener])
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _explanation(resolved: Resolved) -> Table:
-    table = Table("setting", "value", "from")
-    for row in explain(resolved):
-        table.add_row(*row)
-    return table
+def _explain(resolved: Resolved) -> None:
+    rows = [("setting", "value", "from"), *explain(resolved)]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    for name, value, origin in rows:
+        print(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {origin}")

@@ -1,4 +1,4 @@
-"""The process environment: the only module that reads os.environ.
+"""The process environment: the only module that touches os.environ.
 
 Every setting `name` of the schema can be given as OCTAVO_NAME.
 """
@@ -26,3 +26,8 @@ def default_cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """octavo in the user's cache directory (XDG base directory specification)."""
     base = environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "octavo"
+
+
+def set_default(variable: str, value: str) -> None:
+    """Set a variable for libraries loaded later, unless the user has set it."""
+    os.environ.setdefault(variable, value)

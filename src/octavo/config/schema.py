@@ -40,6 +40,8 @@ class EngineConfig:
     cache_dir: str = setting("", "Where models are kept; empty: octavo under the user's cache directory.")
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _of_kind(field.name, getattr(self, field.name), type(field.default))
         _one_of("backend", self.backend, BACKENDS)
         _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         _one_of("policy", self.policy, POLICIES)
@@ -52,7 +54,7 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             if not low <= value < 2**31:
-                raise ConfigError(f"{name} is {value}; it must be at least {low}")
+                raise ConfigError(f"{name} is {value}; it must be at least {low}, and less than 2**31")
         if not self.model:
             raise ConfigError("model is empty; give a catalog name or the path of a .gguf file")
 
@@ -60,6 +62,13 @@ class EngineConfig:
     def cache_path(self) -> Path:
         """Where models are kept."""
         return Path(self.cache_dir).expanduser()
+
+
+def _of_kind(name: str, value: Any, kind: type) -> None:
+    """Annotations promise a type; whoever calls from Python may break the promise."""
+    accepted = (int, float) if kind is float else kind
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{name} is {value!r}, which is no {kind.__name__}")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

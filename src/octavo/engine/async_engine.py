@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from octavo.config.schema import EngineConfig
 from octavo.engine.build import Engine, ModelInfo, build_engine
 from octavo.engine.core_client import ThreadClient
-from octavo.errors import EngineDeadError
+from octavo.errors import EngineDeadError, InvalidRequestError
 from octavo.messages import EngineOutput, EngineRequest
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
+from octavo.scheduler.policy import Policy
 
 
 class AsyncEngine:
@@ -55,7 +56,11 @@ class AsyncEngine:
     def generate(
         self, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0
     ) -> AsyncGenerator[RequestOutput]:
-        """Stream a completion. Errors in the request are raised here, before the stream begins."""
+        """Stream a completion. Errors in the request are raised here, before the stream begins.
+
+        priority: smaller goes first; refused unless the engine's policy is priority.
+        """
+        self._check_priority(priority)
         request = self._inputs.process(
             prompt, params, request_id=next(self._ids), arrival=time.monotonic(), priority=priority
         )
@@ -64,7 +69,8 @@ class AsyncEngine:
     def chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, *, priority: int = 0
     ) -> AsyncGenerator[RequestOutput]:
-        """Stream the answer to a conversation. Errors in the request are raised here."""
+        """Stream the answer to a conversation; see `generate`."""
+        self._check_priority(priority)
         request = self._inputs.process_chat(
             messages, params, request_id=next(self._ids), arrival=time.monotonic(), priority=priority
         )
@@ -73,7 +79,15 @@ class AsyncEngine:
     async def close(self) -> None:
         """Stop the engine after the step it is in; open streams end with EngineDeadError."""
         await asyncio.to_thread(self._client.close)
-        self._die(EngineDeadError("the engine was closed"))
+        self._die("the engine was closed")
+
+    def _check_priority(self, priority: int) -> None:
+        if priority and self.info.policy is not Policy.PRIORITY:
+            raise InvalidRequestError(
+                f"priority is {priority}, but this engine serves first come, first served; leave it out, or "
+                "start with --policy priority",
+                param="priority",
+            )
 
     async def _stream(self, request: EngineRequest) -> AsyncGenerator[RequestOutput]:
         """Outputs of one request. Leaving the iterator aborts it."""
@@ -97,7 +111,7 @@ class AsyncEngine:
                 self._client.abort(request.request_id)
 
     def _deliver_from_thread(self, outputs: list[EngineOutput]) -> None:
-        self._loop.call_soon_threadsafe(self._deliver, outputs)
+        self._call_in_loop(self._deliver, outputs)
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         for output in self._outputs.process(outputs):
@@ -106,8 +120,16 @@ class AsyncEngine:
                 inbox.put_nowait(output)
 
     def _die_from_thread(self, error: BaseException) -> None:
-        self._loop.call_soon_threadsafe(self._die, EngineDeadError(f"the engine stopped: {error}"))
+        self._call_in_loop(self._die, f"the engine stopped: {type(error).__name__}: {error}")
 
-    def _die(self, error: EngineDeadError) -> None:
+    def _call_in_loop(self, function: Callable[[Any], None], argument: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, argument)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+            # The program left its loop without closing the engine: nobody is listening any more.
+
+    def _die(self, cause: str) -> None:
         for inbox in self._streams.values():
-            inbox.put_nowait(error)
+            inbox.put_nowait(EngineDeadError(cause))

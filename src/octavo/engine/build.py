@@ -11,6 +11,7 @@ from pathlib import Path
 
 from octavo.config.schema import EngineConfig
 from octavo.engine.core import EngineCore
+from octavo.errors import CheckpointError
 from octavo.executor.uniproc import UniprocExecutor
 from octavo.input.chat_template import ChatTemplate
 from octavo.input.input_processor import InputProcessor
@@ -20,6 +21,7 @@ from octavo.kv_cache.sizing import MemoryBill, make_bill
 from octavo.output.output_processor import OutputProcessor
 from octavo.platforms import cpu
 from octavo.runner.cpu_model_runner import CPUModelRunner
+from octavo.runner.model_runner import ModelRunner
 from octavo.scheduler.policy import Policy
 from octavo.scheduler.scheduler import Scheduler, SchedulerLimits
 
@@ -31,6 +33,7 @@ class ModelInfo:
     name: str
     backend: str
     kv_dtype: str
+    policy: Policy
     max_model_len: int
     vocab_size: int
     bill: MemoryBill
@@ -51,6 +54,15 @@ def build_engine(config: EngineConfig) -> Engine:
     """An engine for a config, loaded and ready to step."""
     started = time.perf_counter()
     runner = CPUModelRunner(config.model, config)
+    try:
+        return _build(config, runner, started)
+    except BaseException:
+        runner.close()
+        raise
+
+
+def _build(config: EngineConfig, runner: ModelRunner, started: float) -> Engine:
+    inputs = _input_processor(runner)  # first: a tokenizer that can't be served should not cost a load
     bill = make_bill(
         runner.sealed,
         step_inputs=runner.inputs.nbytes,
@@ -67,24 +79,34 @@ def build_engine(config: EngineConfig) -> Engine:
     )
     limits = SchedulerLimits(config.max_num_batched_tokens, config.max_num_seqs)
     scheduler = Scheduler(limits, kv, policy=Policy(config.policy))
-    metadata = runner.checkpoint.metadata
-    tokenizer = Tokenizer.from_gguf(metadata)
     info = ModelInfo(
         name=Path(config.model).stem if config.model.endswith(".gguf") else config.model,
         backend=runner.backend.name,
         kv_dtype=runner.program.kv_layers[0].dtype,
+        policy=Policy(config.policy),
         max_model_len=runner.max_model_len,
         vocab_size=runner.program.vocab_size,
         bill=bill,
         load_seconds=time.perf_counter() - started,
     )
-    inputs = InputProcessor(
+    core = EngineCore(scheduler, UniprocExecutor(runner))
+    return Engine(core, inputs, OutputProcessor(inputs.tokenizer), info)
+
+
+def _input_processor(runner: ModelRunner) -> InputProcessor:
+    metadata = runner.checkpoint.metadata
+    tokenizer = Tokenizer.from_gguf(metadata)
+    if tokenizer.vocab_size > runner.program.vocab_size:
+        raise CheckpointError(
+            f"{runner.checkpoint.path.name}: the tokenizer has {tokenizer.vocab_size} tokens, but the model "
+            f"has embeddings for {runner.program.vocab_size}; convert the model again"
+        )
+    return InputProcessor(
         tokenizer,
         _chat_template(metadata.get("tokenizer.chat_template"), tokenizer),
         max_model_len=runner.max_model_len,
         vocab_size=runner.program.vocab_size,
     )
-    return Engine(EngineCore(scheduler, UniprocExecutor(runner)), inputs, OutputProcessor(tokenizer), info)
 
 
 def _chat_template(source: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:

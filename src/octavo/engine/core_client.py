@@ -6,6 +6,7 @@ another thread or process without their noticing.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from octavo.engine.core import EngineCore
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.messages import EngineOutput, EngineRequest
 from octavo.request import FinishReason
+
+logger = logging.getLogger(__name__)
 
 
 class CoreClient(Protocol):
@@ -35,14 +38,11 @@ class InProcessClient:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-
-    @property
-    def has_requests(self) -> bool:
-        """Whether stepping would do anything."""
-        return self._core.has_requests
+        self._closed = False
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request; InvalidRequestError where it can't be served."""
+        """Queue a request; InvalidRequestError where it can't be served, EngineDeadError after `close`."""
+        self._check_open()
         self._core.add(request)
 
     def abort(self, request_id: str) -> None:
@@ -50,12 +50,19 @@ class InProcessClient:
         self._core.abort(request_id)
 
     def step(self) -> list[EngineOutput]:
-        """Run one step."""
+        """Run one step. EngineDeadError after `close`."""
+        self._check_open()
         return self._core.step()
 
     def close(self) -> None:
-        """Free the core."""
-        self._core.close()
+        """Free the core. What is called later finds it closed."""
+        if not self._closed:
+            self._closed = True
+            self._core.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDeadError("this engine was closed; make another")
 
 
 class ThreadClient:
@@ -87,7 +94,7 @@ class ThreadClient:
     def add(self, request: EngineRequest) -> None:
         """Hand over a request; EngineDeadError if nobody is there to take it."""
         if not self.alive:
-            raise EngineDeadError(f"the engine has stopped ({self._error}); restart the server")
+            raise EngineDeadError(f"the engine has stopped{_cause(self._error)}; restart the server")
         self._inbox.put(request)
 
     def abort(self, request_id: str) -> None:
@@ -106,6 +113,7 @@ class ThreadClient:
                 if outputs:
                     self._deliver(outputs)
         except BaseException as error:
+            logger.critical("the engine stopped", exc_info=error)
             self._error = error
             self._on_death(error)
         finally:
@@ -136,3 +144,7 @@ class ThreadClient:
                 error=str(error),
             )
         return None
+
+
+def _cause(error: BaseException | None) -> str:
+    return "" if error is None else f" ({type(error).__name__}: {error})"

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import signal
+import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from octavo.config.resolve import resolve
@@ -24,7 +29,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """A model, loaded, to be called from one thread.
+    """A model, loaded, to be called from one thread. Several streams may be open at once.
 
     >>> llm = LLM("smollm2-135m-instruct")
     >>> llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=20))[0].text
@@ -49,6 +54,8 @@ class LLM:
         self._inputs = engine.inputs
         self._outputs = engine.outputs
         self._ids = (f"request-{i}" for i in itertools.count())
+        #: Where the outputs of each request under way go: one deque for all requests of a call.
+        self._inboxes: dict[str, deque[RequestOutput]] = {}
 
     def generate(
         self,
@@ -112,22 +119,36 @@ class LLM:
         self.close()
 
     def _run(self, requests: list[EngineRequest]) -> Generator[RequestOutput]:
-        """Step until all requests ended, yielding every output; abort what is left if the caller goes."""
-        pending: set[str] = set()
+        """Step until these requests ended, yielding their outputs; abort what is left if the caller goes."""
+        inbox: deque[RequestOutput] = deque()
+        pending = {request.request_id for request in requests}
         try:
-            for request in requests:
-                self._client.add(request)
-                pending.add(request.request_id)
-                self._outputs.add(request)
-            while self._client.has_requests:
-                for output in self._outputs.process(self._client.step()):
-                    if output.finished:
-                        pending.discard(output.request_id)
-                    yield output
+            with _ctrl_c_held_back():
+                for request in requests:
+                    self._inboxes[request.request_id] = inbox
+                    self._outputs.add(request)
+                    self._client.add(request)
+            while pending:
+                if not inbox:
+                    self._step()
+                    continue
+                output = inbox.popleft()
+                if output.finished:
+                    pending.discard(output.request_id)
+                yield output
         finally:
-            for request_id in pending:
-                self._client.abort(request_id)
-                self._outputs.abort(request_id)
+            with _ctrl_c_held_back():
+                for request_id in pending:
+                    self._client.abort(request_id)
+                    self._outputs.abort(request_id)
+                for request in requests:
+                    self._inboxes.pop(request.request_id, None)
+
+    def _step(self) -> None:
+        """Run one step. Its outputs may be those of another stream that is open."""
+        with _ctrl_c_held_back():
+            for output in self._outputs.process(self._client.step()):
+                self._inboxes[output.request_id].append(output)
 
     def _run_all(self, requests: list[EngineRequest], *, progress: bool) -> list[RequestOutput]:
         ended: dict[str, RequestOutput] = {}
@@ -144,6 +165,23 @@ class LLM:
         return [ended[request.request_id] for request in requests]
 
 
+@contextmanager
+def _ctrl_c_held_back() -> Iterator[None]:
+    """Let Ctrl-C wait for the block to end: a step cut in two leaves scheduler and runner at odds."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or (previous := signal.getsignal(signal.SIGINT)) is None:
+        yield  # Python code is not interrupted here
+        return
+    held: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if held:
+            signal.raise_signal(signal.SIGINT)
+
+
 def _progress_bar(*, enabled: bool) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
@@ -151,6 +189,7 @@ def _progress_bar(*, enabled: bool) -> Progress:
         MofNCompleteColumn(),
         TextColumn("{task.fields[speed]}"),
         TimeElapsedColumn(),
+        console=Console(stderr=True),  # standard output is the caller's
         transient=True,
         disable=not enabled,
     )

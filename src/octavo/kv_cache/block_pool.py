@@ -93,6 +93,8 @@ class BlockPool:
 
     def register(self, block: Block, key: CacheKey, parent: BlockHash, token_ids: tuple[int, ...]) -> None:
         """Make a full block findable. Where its content is registered already, that one stays."""
+        assert block.ref_count > 0, f"nobody computed block {block.id}"
+        assert block.key is None, f"block {block.id} is registered already"
         if key not in self._index:
             block.key, block.parent, block.token_ids = key, parent, token_ids
             self._index[key] = block

@@ -13,7 +13,7 @@ block given back while steps are in flight becomes available only when those hav
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +29,7 @@ class _Table:
     """One request's blocks."""
 
     blocks: list[list[Block | None]]  # per group; None: slid out, or never needed
+    first_held: list[int]  # per group: how many leading entries are None
     num_committed: int = 0  # leading full blocks that commit() has dealt with
 
 
@@ -67,8 +68,8 @@ class KVCacheManager:
         self._computing: dict[BlockHash, str] = {}
         #: (last step that may read them, blocks): given back, not yet available.
         self._retiring: deque[tuple[int, list[Block]]] = deque()
+        self._launched_step = 0
         self._retired_step = 0
-        self._scheduled_step = 0
 
     # -- questions ----------------------------------------------------------------------------
 
@@ -79,8 +80,9 @@ class KVCacheManager:
 
     @property
     def num_retiring(self) -> int:
-        """References given back that become available when the steps in flight retire."""
-        return sum(len(blocks) for _, blocks in self._retiring)
+        """Blocks that become available when the steps in flight retire."""
+        uses = Counter(block.id for _, blocks in self._retiring for block in blocks)
+        return sum(self.pool.blocks[i].ref_count == count for i, count in uses.items())
 
     def blocks_for(self, num_tokens: int) -> int:
         """The most blocks that a sequence of this length holds at once."""
@@ -89,12 +91,12 @@ class KVCacheManager:
     def num_held(self, request: Request) -> int:
         """Blocks in a request's tables."""
         table = self._tables.get(request.request_id)
-        return 0 if table is None else sum(b is not None for group in table.blocks for b in group)
+        return 0 if table is None else sum(map(len, table.blocks)) - sum(table.first_held)
 
     def holds(self, request: Request, num_tokens: int) -> bool:
-        """Whether a request's tables reach to `num_tokens`."""
-        table = self._tables[request.request_id]
-        return all(len(group) * BLOCK_SIZE >= num_tokens for group in table.blocks)
+        """Whether a request's tables reach to `num_tokens`, and no further."""
+        count = -(-num_tokens // BLOCK_SIZE)
+        return all(len(group) == count for group in self._tables[request.request_id].blocks)
 
     def num_lost_tokens(self, request: Request) -> int:
         """Computed tokens that only this request's blocks hold: what preempting it puts at risk."""
@@ -144,10 +146,11 @@ class KVCacheManager:
         owner = self._computing.get(self._hashes(request, index + 1)[index])
         return owner is not None and owner != request.request_id
 
-    def block_ids(self, request: Request) -> list[list[int]]:
-        """A request's block tables; 0 stands for blocks that no token sees any more."""
+    def block_ids(self, request: Request, first: int = 0) -> list[list[int]]:
+        """A request's block tables from index `first` on; 0 stands for blocks that no token sees any
+        more."""
         table = self._tables[request.request_id]
-        return [[0 if b is None else b.id for b in group] for group in table.blocks]
+        return [[0 if b is None else b.id for b in group[first:]] for group in table.blocks]
 
     # -- changes ------------------------------------------------------------------------------
 
@@ -159,22 +162,24 @@ class KVCacheManager:
                 if block is not None:
                     self.pool.reference(block)
         start = match.num_tokens // BLOCK_SIZE
-        table = _Table([list(group) for group in match.blocks], num_committed=start)
+        table = _Table(
+            [list(group) for group in match.blocks],
+            [min(first_needed_block(group, match.num_tokens), start) for group in self.groups],
+            num_committed=start,
+        )
         self._tables[request.request_id] = table
         if self._prefix_caching:
             full = (request.num_tokens - 1) // BLOCK_SIZE
-            for digest in self._hashes(request, full)[start:]:
+            for digest in self._hashes(request, full)[start:full]:
                 self._computing.setdefault(digest, request.request_id)
 
-    def grow(self, request: Request, num_tokens: int, step: int) -> bool:
-        """Hold blocks for tokens [0, num_tokens), used by `step`; False, and no change, if too few
-        are available."""
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Hold blocks for tokens [0, num_tokens); False, and no change, if too few are available."""
         if self.num_missing(request, num_tokens) > self.num_available:
             return False
         count = -(-num_tokens // BLOCK_SIZE)
         for group in self._tables[request.request_id].blocks:
             group.extend(self.pool.allocate(max(0, count - len(group))))
-        self._scheduled_step = max(self._scheduled_step, step)
         return True
 
     def shrink(self, request: Request, num_tokens: int) -> None:
@@ -199,46 +204,57 @@ class KVCacheManager:
                 self._stop_computing(hashes[i], request)
             table.num_committed = full
         for g, group in enumerate(table.blocks):
+            first = table.first_held[g]
             gone = min(first_needed_block(self.groups[g], request.num_computed_tokens), len(group))
-            slid = [b for b in group[:gone] if b is not None]
-            if slid:
-                self._give_back(slid)
-                group[:gone] = [None] * gone
+            if gone > first:
+                self._give_back([b for b in group[first:gone] if b is not None])
+                group[first:gone] = [None] * (gone - first)
+                table.first_held[g] = gone
 
-    def free(self, request: Request, *, poisoned: bool = False) -> None:
-        """Give back all of a request's blocks, tail first. Poisoned: what it computed is unregistered."""
+    def free(self, request: Request) -> None:
+        """Give back all of a request's blocks, tail first."""
         table = self._tables.pop(request.request_id)
         for digest in self._hash_chains.get(request.request_id, []):
             self._stop_computing(digest, request)
-        blocks = [b for group in table.blocks for b in reversed(group) if b is not None]
-        if poisoned:
-            for block in blocks:
-                self.pool.unregister(block)
-        self._give_back(blocks)
+        self._give_back([b for group in table.blocks for b in reversed(group) if b is not None])
+
+    def unregister(self, request: Request) -> None:
+        """Make what a request computed unfindable, whether it still holds the blocks or not: it can't
+        be trusted."""
+        hashes = self._hash_chains.get(request.request_id, [])
+        for i in range(len(hashes)):
+            for g in range(len(self.groups)):
+                block = self._find(g, request, hashes, i)
+                if block is not None:
+                    self.pool.unregister(block)
 
     def forget(self, request: Request) -> None:
         """Drop what is remembered of a request that will not come back."""
         self._hash_chains.pop(request.request_id, None)
 
+    def launch(self, step: int) -> None:
+        """A step that uses the tables as they are is in flight from now on. Blocks given back before
+        are not its business."""
+        self._launched_step = step
+
     def retire(self, step: int) -> None:
-        """A step has retired: blocks given back while it was the last in flight become available."""
+        """No step up to this one is in flight any more: it retired or was undone. Blocks given back
+        while it was the last in flight become available."""
         self._retired_step = step
         while self._retiring and self._retiring[0][0] <= step:
-            self.pool.dereference(self._retiring.popleft()[1])
-
-    def undo_steps(self, step: int) -> None:
-        """Steps from `step` on will never retire: they were undone, and nothing is in flight."""
-        self._scheduled_step = step - 1
-        self.retire(step - 1)
-        while self._retiring:
             self.pool.dereference(self._retiring.popleft()[1])
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless reference counts equal the tables' and retiring blocks' uses."""
         self.pool.check_integrity()
+        for name, table in self._tables.items():
+            for group, first in zip(table.blocks, table.first_held, strict=True):
+                given_back = [block is None for block in group]
+                assert given_back == [i < first for i in range(len(group))], f"{name} has a hole"
         uses: dict[int, int] = {}
         tables = [group for table in self._tables.values() for group in table.blocks]
-        for group in [*tables, *(blocks for _, blocks in self._retiring)]:
+        retiring: list[list[Block | None]] = [[*blocks] for _, blocks in self._retiring]
+        for group in [*tables, *retiring]:
             for block in group:
                 if block is not None:
                     uses[block.id] = uses.get(block.id, 0) + 1
@@ -251,8 +267,8 @@ class KVCacheManager:
     # -- parts --------------------------------------------------------------------------------
 
     def _give_back(self, blocks: list[Block]) -> None:
-        if self._scheduled_step > self._retired_step:
-            self._retiring.append((self._scheduled_step, blocks))
+        if self._launched_step > self._retired_step:
+            self._retiring.append((self._launched_step, blocks))
         else:
             self.pool.dereference(blocks)
 

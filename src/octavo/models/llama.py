@@ -75,5 +75,8 @@ def _check(config: Mapping[str, Any]) -> None:
         raise UnsupportedModelError(
             f"rope scaling {config['rope_scaling']!r} is not served yet; only models without it are"
         )
-    if config["num_hidden_layers"] < 1:
-        raise UnsupportedModelError(f"a model of {config['num_hidden_layers']} layers has nothing to run")
+    if config["rotary_dim"] != config["head_dim"] or config["head_dim"] % 2:
+        raise UnsupportedModelError(
+            f"rotation of {config['rotary_dim']} elements of heads of {config['head_dim']} is not served; "
+            "only that of whole, even heads is"
+        )

@@ -43,14 +43,24 @@ def available_memory(cgroup: Path = _CGROUP) -> int:
                 available = int(line.split()[1]) * 1024
     except OSError:
         pass  # not Linux: all of physical memory is the best guess
+    room = _room(cgroup, "memory.max", "memory.current", "")  # cgroup v2
+    if room is None:
+        room = _room(cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")  # v1
+    return max(0, available if room is None else min(available, room))
+
+
+def _room(cgroup: Path, limit: str, usage: str, prefix: str) -> int | None:
+    """Bytes this cgroup may still allocate; None without a limit. Cached files count as used there, but
+    make room when memory runs short."""
     try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
-        if limit != "max":
-            available = min(available, int(limit) - used)
+        room = int((cgroup / limit).read_text()) - int((cgroup / usage).read_text())
+    except (OSError, ValueError):  # no such version, or "max"
+        return None
+    try:
+        counters = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        return room + sum(int(counters.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
     except (OSError, ValueError):
-        pass
-    return max(0, available)
+        return room
 
 
 def name() -> str:

@@ -85,6 +85,11 @@ class ProgramBuilder:
 
     def kv(self, kv_heads: int, head_dim: int, *, window: int | None = None) -> KV:
         """The KV cache of the next layer."""
+        if kv_heads < 1 or head_dim < 1 or (window is not None and window < 1):
+            raise ProgramError(
+                f"layer {len(self._kv)} can't keep KV of {kv_heads} heads of {head_dim} elements"
+                + ("" if window is None else f", window {window}")
+            )
         kv = KV(len(self._kv), kv_heads, head_dim, self._kv_dtype, window)
         self._kv.append(kv)
         return kv
@@ -93,17 +98,21 @@ class ProgramBuilder:
 
     def embedding(self, weight: Weight, *, scale: float = 1.0) -> Buf:
         """token_ids -> [T, K]."""
+        self._parameter(weight, 2, "embedding")
         out = self._buf((Dim.TOKENS, weight.shape[1]))
         return self._emit(Embedding(out=out, weight=weight, scale=scale))
 
     def rms_norm(self, x: Buf, weight: Weight, *, eps: float) -> Buf:
         """[*, K] -> [*, K]."""
+        self._parameter(weight, 1, "rms_norm")
         self._expect(x, weight.shape[0], weight)
         return self._emit(RMSNorm(out=self._buf(x.shape), x=x, weight=weight, eps=eps))
 
     def add_rms_norm(self, x: Buf, residual: Buf, weight: Weight, *, eps: float) -> tuple[Buf, Buf]:
         """(x, residual) -> (normed sum, sum), both [*, K]."""
+        self._parameter(weight, 1, "add_rms_norm")
         self._expect(x, weight.shape[0], weight)
+        self._expect(residual, weight.shape[0], weight)
         if x.shape != residual.shape:
             raise ProgramError(f"add_rms_norm adds {x} {x.shape} to {residual} {residual.shape}")
         total = self._buf(x.shape)
@@ -112,14 +121,18 @@ class ProgramBuilder:
 
     def linear(self, x: Buf, weight: Weight, *, bias: Weight | None = None) -> Buf:
         """[*, K] -> [*, N]."""
+        self._parameter(weight, 2, "linear")
         self._expect(x, weight.shape[1], weight)
-        if bias is not None and bias.shape != (weight.shape[0],):
-            raise ProgramError(f"bias {bias} {bias.shape} does not fit {weight} {weight.shape}")
+        if bias is not None:
+            self._parameter(bias, 1, "the bias of linear")
+            if bias.shape != (weight.shape[0],):
+                raise ProgramError(f"bias {bias} {bias.shape} does not fit {weight} {weight.shape}")
         out = self._buf((x.rows, weight.shape[0]))
         return self._emit(Linear(out=out, x=x, weight=weight, bias=bias))
 
     def rotary_store_kv(self, qkv: Buf, kv: KV, rope: RopeTable, *, q_heads: int) -> Buf:
         """[T, (H + 2 HK) D] -> q [T, H D]; k and v go to the cache."""
+        self._tokens(qkv, "rotary_store_kv")
         width = (q_heads + 2 * kv.kv_heads) * kv.head_dim
         if qkv.width != width:
             raise ProgramError(
@@ -133,6 +146,7 @@ class ProgramBuilder:
 
     def attention(self, q: Buf, kv: KV, *, q_heads: int, scale: float) -> Buf:
         """q [T, H D] -> [T, H D]."""
+        self._tokens(q, "attention")
         self._expect(q, q_heads * kv.head_dim, kv)
         if q_heads % kv.kv_heads:
             raise ProgramError(f"{q_heads} query heads cannot share {kv.kv_heads} KV heads evenly")
@@ -140,6 +154,7 @@ class ProgramBuilder:
 
     def gated_activation(self, x: Buf, activation: str) -> Buf:
         """[*, 2 F] -> [*, F]."""
+        self._handle(x, "gated_activation")
         if activation not in ACTIVATIONS:
             raise ProgramError(f"activation {activation!r} is unknown; known: {', '.join(ACTIVATIONS)}")
         if x.width % 2:
@@ -149,12 +164,14 @@ class ProgramBuilder:
 
     def gather_sampled(self, x: Buf) -> Buf:
         """[T, K] -> [R, K]: the rows whose logits are wanted."""
+        self._tokens(x, "gather_sampled")
         return self._emit(GatherRows(out=self._buf((Dim.SAMPLED, x.width)), x=x))
 
     # -- the end ------------------------------------------------------------------------------
 
     def build(self, logits: Buf) -> Program:
         """The finished program, whose result is `logits` [R, vocab]."""
+        self._handle(logits, "build")
         if logits.rows is not Dim.SAMPLED:
             raise ProgramError(f"logits {logits} have rows {logits.rows}; gather the sampled rows first")
         if not self._kv:
@@ -183,8 +200,22 @@ class ProgramBuilder:
         self._ops.append(op)
         return op.out
 
-    def _expect(self, x: Buf, width: int, by: object) -> None:
+    def _parameter(self, weight: Weight, num_dims: int, by: str) -> None:
+        if not isinstance(weight, Weight):
+            raise ProgramError(f"{by} was given {weight!r}; it takes a weight of {num_dims} dimensions")
+        if len(weight.shape) != num_dims:
+            raise ProgramError(f"{by} takes a weight of {num_dims} dimensions; {weight} is {weight.shape}")
+
+    def _handle(self, x: Buf, by: object) -> None:
         if not isinstance(x, Buf):
             raise ProgramError(f"{by} was given {x!r}; ops take handles of activations")
+
+    def _tokens(self, x: Buf, by: object) -> None:
+        self._handle(x, by)
+        if x.rows is not Dim.TOKENS:
+            raise ProgramError(f"{by} takes a row for each token, but {x} has rows {x.rows}")
+
+    def _expect(self, x: Buf, width: int, by: object) -> None:
+        self._handle(x, by)
         if x.width != width:
             raise ProgramError(f"{x} has {x.width} columns, but {by} wants {width}")

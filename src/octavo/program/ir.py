@@ -14,7 +14,7 @@ the lanes as ((l0 + l4) + (l2 + l6)) + ((l1 + l5) + (l3 + l7)).
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NoReturn
 
@@ -67,12 +67,9 @@ class _Handle:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> NoReturn:
-        operands = [*args, *(kwargs or {}).values()]
-        handle = next((a for a in operands if isinstance(a, _Handle)), None)
+        del types
         name = getattr(func, "__name__", str(func))
-        if handle is None:  # nested in a sequence, as in torch.cat([x, y])
-            nested = [a for seq in operands if isinstance(seq, list | tuple) for a in seq]
-            handle = next(a for a in nested if isinstance(a, _Handle))
+        handle = next(_handles_in([*args, *(kwargs or {}).values()]))  # nested in torch.cat([x, y])
         handle._refuse(f"torch.{name}")
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -83,32 +80,44 @@ class _Handle:
             "Emit an op of the ProgramBuilder (b.linear, b.rms_norm, ...) instead"
         )
 
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("a numpy operation")
 
-    def __bool__(self) -> NoReturn:
-        self._refuse("a truth test")
-
-    def __getitem__(self, key: Any) -> NoReturn:
-        self._refuse("indexing")
-
-    def __iter__(self) -> NoReturn:
-        self._refuse("iteration")
+def _handles_in(values: Iterable[Any]) -> Iterator[_Handle]:
+    for value in values:
+        if isinstance(value, _Handle):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _handles_in(value)
 
 
-def _refused_operator(symbol: str) -> Callable[..., NoReturn]:
-    def operator(self: _Handle, *_: Any) -> NoReturn:
-        self._refuse(f"the operator {symbol!r}")
+def _refused(what: str) -> Callable[..., NoReturn]:
+    def method(self: _Handle, *_: Any, **__: Any) -> NoReturn:
+        self._refuse(what)
 
-    return operator
+    return method
 
 
-for _name, _symbol in {
-    "add": "+", "radd": "+", "sub": "-", "rsub": "-", "mul": "*", "rmul": "*", "truediv": "/",
-    "rtruediv": "/", "matmul": "@", "rmatmul": "@", "pow": "**", "neg": "-", "lt": "<", "gt": ">",
-    "le": "<=", "ge": ">=",
+# == and != are left: they compare handles, which are keys of dictionaries.
+_BINARY = {
+    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**",
+    "matmul": "@", "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>",
+}  # fmt: skip
+_OTHER = {
+    "lt": "<", "gt": ">", "le": "<=", "ge": ">=", "neg": "-", "pos": "+", "invert": "~",
+}  # fmt: skip
+for _name, _symbol in _BINARY.items():
+    for _prefix in ("", "r"):
+        setattr(_Handle, f"__{_prefix}{_name}__", _refused(f"the operator {_symbol!r}"))
+for _name, _symbol in _OTHER.items():
+    setattr(_Handle, f"__{_name}__", _refused(f"the operator {_symbol!r}"))
+for _name, _what in {
+    "bool": "a truth test", "len": "len()", "iter": "iteration", "contains": "the operator 'in'",
+    "getitem": "indexing", "setitem": "an assignment to an index", "call": "a call",
+    "float": "float()", "int": "int()", "index": "the use as an index", "complex": "complex()",
+    "abs": "abs()", "divmod": "divmod()", "rdivmod": "divmod()", "round": "round()",
+    "trunc": "math.trunc()", "floor": "math.floor()", "ceil": "math.ceil()",
+    "array": "a numpy operation",
 }.items():  # fmt: skip
-    setattr(_Handle, f"__{_name}__", _refused_operator(_symbol))
+    setattr(_Handle, f"__{_name}__", _refused(_what))
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +297,9 @@ class Linear(Op):
     """out = x W^T + bias.   x [*, K] f32, W [N, K], bias [N] f32 or none, out [*, N] f32.
 
     f32      acc = fma(W[n, k], x[k], acc) for k = 0 .. K-1.
-    q4m      x is quantised per row and group of 32: s = max|x| / 127, i = rint(x * (127 / max|x|)) int8
-             (s = 0 and i = 0 in a group of zeros), c = s * sum(i).
+    q4m      x is quantised per row and group of 32: s = max|x| / 127, i = rint(x * (127 / max|x|)) int8,
+             c = s * sum(i). A group so small that 127 / max|x| overflows counts as zeros: s = 0, i = 0.
+             A group with an infinity or a NaN makes its row NaN.
              For each group in order: acc = fma(float(sum_k q*i), d * s, acc); acc = fma(m, c, acc).
     q8       as q4m with int16: 4095 instead of 127 (a group's integer sum stays below 2**24, so its
              conversion to f32 is exact), and no m.

@@ -171,6 +171,8 @@ def _lay_out_arena(
             owner[buf.id] = buf.id
             nbytes = limits.of(buf.rows) * buf.width * buf.dtype.nbytes
             intervals[buf.id] = _Interval(_align(nbytes), i, last_use[buf.id])
+    if program.logits.id not in owner:
+        raise ProgramError(f"nothing writes the logits, {program.logits}, of program {program.name!r}")
     scratch = [_Interval(_align(kernel.scratch_nbytes), i, i) for i, kernel in enumerate(kernels)]
     arena_nbytes = _place([*intervals.values(), *scratch])
     offsets = {buf: intervals[by].offset for buf, by in owner.items()}

@@ -3,8 +3,7 @@
 Rule: a format is named after what a group of weights shares. Groups run along K, the reduction
 dimension, and hold 32 weights.
 
-    q4    w = d * (q - 8)        q: 4 bit, d: f16      4.5 bit a weight   (GGUF Q4_0)
-    q4m   w = d * q + m          q: 4 bit, d, m: f16   5   bit            (GGUF Q4_1)
+    q4m   w = d * q + m          q: 4 bit, d, m: f16   5   bit a weight   (GGUF Q4_1)
     q8    w = d * q              q: int8,  d: f16      8.5 bit            (GGUF Q8_0)
     f32   w                                            32  bit
 """

@@ -8,7 +8,7 @@ follows the scheduler's absolute diffs; nothing here decides who runs.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from octavo.backends.base import Backend, DeviceMemory, StepInputs
+from octavo.backends.base import Backend, DeviceMemory, StepInputs, WeightRows
 from octavo.config.resolve import resolve
 from octavo.config.schema import EngineConfig
 from octavo.errors import CheckpointError, ConfigError, InvalidRequestError
 from octavo.messages import ModelRunnerOutput, SchedulerOutput
 from octavo.models.registry import model_builder
 from octavo.program.builder import ProgramBuilder
-from octavo.program.ir import BLOCK_SIZE, DType
+from octavo.program.ir import BLOCK_SIZE, DType, Weight
 from octavo.program.planner import Limits, seal
 from octavo.program.rope import cos_sin
 from octavo.runner import step_inputs
@@ -58,6 +58,7 @@ class ModelRunner(abc.ABC):
         config = config or resolve({}).config
         _runner_class(device)  # refuses what isn't served
         self.checkpoint = Checkpoint(resolve_model(str(model), config.cache_path, progress=True))
+        build = model_builder(self.checkpoint.architecture)
         self.backend = backend = backend or self._choose_backend(config)
         self.max_model_len = _max_model_len(config, self.checkpoint)
         builder = ProgramBuilder(
@@ -65,8 +66,9 @@ class ModelRunner(abc.ABC):
             format_of=self.checkpoint.format_of,
             kv_dtype=_kv_dtype(config, backend),
         )
-        build = model_builder(self.checkpoint.architecture)
         self.program = build(builder, self.checkpoint.config, self.max_model_len)
+        self.checkpoint.check_all_used(part for weight in self.program.weights for part in weight.parts)
+        self._parts = {weight.id: _parts(self.checkpoint, weight) for weight in self.program.weights}
         limits = Limits(
             max_tokens=config.max_num_batched_tokens,
             max_seqs=config.max_num_seqs,
@@ -97,14 +99,7 @@ class ModelRunner(abc.ABC):
         for weight in self.program.weights:
             start = self.sealed.weight_offsets[weight.id]
             out = memory.weights[start : start + self.backend.table.weight_nbytes(weight)]
-            parts = [self.checkpoint.rows(part, weight.shape) for part in weight.parts]
-            rows = sum(self.checkpoint.shape(part)[0] for part in weight.parts)
-            if rows != weight.shape[0]:
-                raise CheckpointError(
-                    f"{self.checkpoint.path.name}: {', '.join(weight.parts)} have {rows} rows together, but "
-                    f"the model's hyperparameters make it {weight.shape[0]}"
-                )
-            self.backend.pack_weight(weight, list(parts), out)
+            self.backend.pack_weight(weight, self._parts[weight.id], out)
         for rope in self.program.ropes:
             start = self.sealed.rope_offsets[rope.id]
             table = memory.weights[start : start + rope.nbytes].view(torch.float32)
@@ -198,6 +193,17 @@ class ModelRunner(abc.ABC):
             out[start:stop] = self.backend.run(count, 1, count).numpy()
 
 
+def _parts(checkpoint: Checkpoint, weight: Weight) -> list[WeightRows]:
+    """The tensors that a weight is stacked from; CheckpointError if they don't add up to its shape."""
+    rows = sum(checkpoint.shape(part)[0] for part in weight.parts)
+    if rows != weight.shape[0]:
+        raise CheckpointError(
+            f"{checkpoint.path.name}: the rows of {', '.join(weight.parts)} are {rows} in all, but the "
+            f"model's hyperparameters make it {weight.shape[0]}"
+        )
+    return [checkpoint.rows(part, weight.shape) for part in weight.parts]
+
+
 def _runner_class(device: str) -> type[ModelRunner]:
     if device not in ("auto", "cpu"):
         raise ConfigError(f"device is {device!r}; this version runs on the CPU only: write auto or cpu")
@@ -207,6 +213,8 @@ def _runner_class(device: str) -> type[ModelRunner]:
 
 
 def _check_ids(ids: Sequence[Sequence[int]], vocab_size: int, max_model_len: int) -> int:
+    if not all(isinstance(row, Sized) for row in ids):
+        raise InvalidRequestError("predict() wants a batch of rows of token ids, such as [[1, 2, 3]]")
     lengths = {len(row) for row in ids}
     if len(lengths) != 1:
         raise InvalidRequestError(
@@ -218,6 +226,8 @@ def _check_ids(ids: Sequence[Sequence[int]], vocab_size: int, max_model_len: int
         raise InvalidRequestError(f"predict() takes 1..{max_model_len} tokens a row, got {length}")
     for row in ids:
         for token in row:
+            if not isinstance(token, int | np.integer):
+                raise InvalidRequestError(f"token {token!r} is a {type(token).__name__}; ids are integers")
             if not 0 <= token < vocab_size:
                 raise InvalidRequestError(f"token {token} is outside the vocabulary, 0..{vocab_size - 1}")
     return length

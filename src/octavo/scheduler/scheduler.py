@@ -11,7 +11,7 @@ back by `undo`. Rule: this class is the only writer of requests and queues; time
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from octavo.errors import InvalidRequestError
 from octavo.kv_cache.manager import KVCacheManager, PrefixMatch
@@ -45,6 +45,14 @@ class _Scheduled:
     row: RowStep
     epoch: int  # num_preemptions when it was planned: tells whether its KV is still the request's
     admitted: bool  # this plan took it out of the waiting queue
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan in the making."""
+
+    budget: int  # tokens that it may still take
+    parts: dict[str, _Scheduled] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +112,14 @@ class Scheduler:
     # -- requests come and go -----------------------------------------------------------------
 
     def add(self, message: EngineRequest) -> None:
-        """Queue a request. InvalidRequestError if its id is taken, or it could never fit the pool."""
+        """Queue a request. InvalidRequestError if its id is taken, there is nothing to compute, or it
+        could never fit the pool."""
         if message.request_id in self._requests:
             raise InvalidRequestError(f"request id {message.request_id!r} is in use", param="request_id")
         max_tokens = message.params.max_tokens
         assert max_tokens is not None, "InputProcessor fills in max_tokens"
+        if not message.prompt_ids:
+            raise InvalidRequestError("the prompt has no tokens; send at least one", param="prompt")
         length = len(message.prompt_ids) + max_tokens
         needed, total = self.kv.blocks_for(length), self.kv.pool.num_blocks
         if needed > total:
@@ -129,6 +140,12 @@ class Scheduler:
             sequence=self._num_added,
             cache_salt=message.cache_salt,
         )
+        if request.output_ids and _reason_to_stop(request, request.output_ids[-1]) is not None:
+            raise InvalidRequestError(
+                f"output_ids ends with {request.output_ids[-1]}, number {len(request.output_ids)} of at most "
+                f"{max_tokens}: the request is complete, resume only what is not",
+                param="output_ids",
+            )
         self._num_added += 1
         self._requests[request.request_id] = request
         self._waiting.add(request)
@@ -153,70 +170,60 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """Plan the next step; None when there is nothing that could run now."""
-        step = self._step + 1
-        planned: dict[str, _Scheduled] = {}
+        draft = _Draft(self.limits.max_num_batched_tokens)
         short_of_blocks = False
         for request in sorted(self._running, key=self._key):
             if request.status is RequestStatus.RUNNING:  # not preempted by an earlier one meanwhile
-                served = self._schedule_running(request, step, planned, may_allocate=not short_of_blocks)
+                served = self._schedule_running(request, draft, may_allocate=not short_of_blocks)
                 short_of_blocks |= not served
         if not short_of_blocks:
-            self._schedule_waiting(step, planned)
-        if not planned:
+            self._schedule_waiting(draft)
+        if not draft.parts:
             return None
-        self._step = step
-        return self._make_plan(step, list(planned.values()))
+        return self._make_plan(list(draft.parts.values()))
 
-    def _budget(self, planned: dict[str, _Scheduled]) -> int:
-        """Tokens that the plan may still take."""
-        return self.limits.max_num_batched_tokens - sum(part.row.num_tokens for part in planned.values())
-
-    def _schedule_running(
-        self, request: Request, step: int, planned: dict[str, _Scheduled], *, may_allocate: bool
-    ) -> bool:
+    def _schedule_running(self, request: Request, draft: _Draft, *, may_allocate: bool) -> bool:
         """Give a running request what the budget allows, preempting others for blocks if need be.
 
         False when it waits for blocks that steps in flight still use: whoever comes after it must
         not take them (may_allocate), or the first in order could wait for ever.
         """
-        count = min(self._budget(planned), request.num_unscheduled_tokens)
+        count = min(draft.budget, request.num_unscheduled_tokens)
         if count == 0 or _ends_in_flight(request):
             return True
         end = request.num_scheduled_tokens + count
         missing = self.kv.num_missing(request, end)
         if missing and not may_allocate:
             return True
-        while not self.kv.grow(request, end, step):
+        while not self.kv.grow(request, end):
             if self.kv.num_retiring and self.kv.num_available + self.kv.num_retiring >= missing:
                 return False
             victim = choose_victim(self._running, self._key, self.kv.num_lost_tokens)
             if victim is None:
                 return False
-            self._take_from_plan(victim, planned)
+            self._take_from_plan(victim, draft)
             self._preempt(victim)
             if victim is request:
                 return True
-        self._put_into_plan(request, count, planned, admitted=False)
+        self._put_into_plan(request, count, draft, admitted=False)
         return True
 
-    def _schedule_waiting(self, step: int, planned: dict[str, _Scheduled]) -> None:
-        budget = self._budget(planned)
+    def _schedule_waiting(self, draft: _Draft) -> None:
         for request in self._waiting:
-            if not budget or len(self._running) >= self.limits.max_num_seqs:
+            if not draft.budget or len(self._running) >= self.limits.max_num_seqs:
                 return
             if request.num_steps_in_flight:
-                continue  # preempted, and a result is still coming
+                return  # preempted, and a result is still coming; no one else takes what it lost
             match = self.kv.match_prefix(request)
             if self.kv.awaits_another(request, match):
                 continue
             if not self._has_room(request, match):
                 return
-            count = min(budget, request.num_tokens - match.num_tokens)
+            count = min(draft.budget, request.num_tokens - match.num_tokens)
             self._admit(request, match)
-            grown = self.kv.grow(request, match.num_tokens + count, step)
+            grown = self.kv.grow(request, match.num_tokens + count)
             assert grown, "_has_room promised blocks"
-            self._put_into_plan(request, count, planned, admitted=True)
-            budget -= count
+            self._put_into_plan(request, count, draft, admitted=True)
 
     def _has_room(self, request: Request, match: PrefixMatch) -> bool:
         """Whether the known tokens of a waiting request fit beside what running ones still need for
@@ -237,22 +244,22 @@ class Scheduler:
         request.num_computed_tokens = request.num_scheduled_tokens = match.num_tokens
         self.kv.admit(request, match)
 
-    def _put_into_plan(
-        self, request: Request, count: int, planned: dict[str, _Scheduled], *, admitted: bool
-    ) -> None:
+    def _put_into_plan(self, request: Request, count: int, draft: _Draft, *, admitted: bool) -> None:
         start = request.num_scheduled_tokens
         samples = count == request.num_unscheduled_tokens
         row = RowStep(
             request_id=request.request_id, start=start, num_tokens=count, block_writes=[], samples=samples
         )
-        planned[request.request_id] = _Scheduled(request, row, request.num_preemptions, admitted)
+        draft.parts[request.request_id] = _Scheduled(request, row, request.num_preemptions, admitted)
+        draft.budget -= count
         request.num_scheduled_tokens += count
         request.num_steps_in_flight += 1
         request.num_pending += samples
 
-    def _take_from_plan(self, request: Request, planned: dict[str, _Scheduled]) -> None:
-        part = planned.pop(request.request_id, None)
+    def _take_from_plan(self, request: Request, draft: _Draft) -> None:
+        part = draft.parts.pop(request.request_id, None)
         if part is not None:
+            draft.budget += part.row.num_tokens
             self._revert_counters(part)
 
     def _revert_counters(self, part: _Scheduled) -> None:
@@ -278,7 +285,9 @@ class Scheduler:
             self._known_rows.remove(request.request_id)
             self._dropped.append(request.request_id)
 
-    def _make_plan(self, step: int, parts: list[_Scheduled]) -> SchedulerOutput:
+    def _make_plan(self, parts: list[_Scheduled]) -> SchedulerOutput:
+        self._step += 1
+        self.kv.launch(self._step)
         new_rows = []
         rows = []
         for i, part in enumerate(parts):
@@ -291,7 +300,7 @@ class Scheduler:
             rows.append(row)
             parts[i] = _Scheduled(request, row, part.epoch, part.admitted)
         plan = SchedulerOutput(
-            step=step,
+            step=self._step,
             reset=self._reset,
             dropped=self._dropped,
             new_rows=new_rows,
@@ -305,12 +314,12 @@ class Scheduler:
     def _with_block_writes(self, row: RowStep, request: Request, *, everything: bool) -> RowStep:
         """Tell the runner the blocks that this step writes to, or all of them."""
         first = 0 if everything else row.start // self.kv.block_size
-        tables = self.kv.block_ids(request)
+        tables = self.kv.block_ids(request, first)
         return RowStep(
             request_id=row.request_id,
             start=row.start,
             num_tokens=row.num_tokens,
-            block_writes=[(first, ids[first:]) for ids in tables],
+            block_writes=[(first, ids) for ids in tables],
             samples=row.samples,
         )
 
@@ -362,9 +371,11 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason, *, error: str | None = None) -> None:
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
-            self.kv.free(request, poisoned=reason is FinishReason.ERROR)
+            self.kv.free(request)
         else:
             self._waiting.remove(request)
+        if reason is FinishReason.ERROR:
+            self.kv.unregister(request)
         self.kv.forget(request)
         self._drop_row(request)
         request.status = RequestStatus.FINISHED
@@ -377,7 +388,7 @@ class Scheduler:
         while self._in_flight:
             for part in self._in_flight.pop().parts:
                 self._undo_part(part)
-        self.kv.undo_steps(self._step + 1)
+        self.kv.retire(self._step)
         self._known_rows.clear()
         self._dropped, self._reset = [], True
 
@@ -389,8 +400,7 @@ class Scheduler:
         if part.admitted:
             self.kv.free(request)
             self._running.remove(request)
-            resumed = request.num_preemptions or request.output_ids
-            request.status = RequestStatus.PREEMPTED if resumed else RequestStatus.WAITING
+            request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
             request.num_computed_tokens = request.num_scheduled_tokens = 0
             self._waiting.add(request)
         else:

@@ -13,7 +13,8 @@ from fastapi import FastAPI
 import octavo
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.build import Engine
-from octavo.server import health
+from octavo.server import console, health
+from octavo.server.limits import BodyLimit
 from octavo.server.openai import chat, error_responses, models
 
 
@@ -28,9 +29,14 @@ def create_app(engine: Engine) -> FastAPI:
         finally:
             await app.state.engine.close()
 
-    app = FastAPI(title="Octavo", version=octavo.__version__, lifespan=lifespan)
+    # FastAPI's documentation pages load scripts from other hosts; /openapi.json is there for tools.
+    app = FastAPI(
+        title="Octavo", version=octavo.__version__, lifespan=lifespan, docs_url=None, redoc_url=None
+    )
+    app.add_middleware(BodyLimit)
     error_responses.install(app)
     app.include_router(health.router)
     app.include_router(models.router)
     app.include_router(chat.router)
+    app.include_router(console.router)
     return app

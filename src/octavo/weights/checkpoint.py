@@ -5,6 +5,9 @@ Rule: nothing is read until it is asked for, and raw rows are views onto the fil
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,8 +48,9 @@ class TensorRows:
 class Checkpoint:
     """A GGUF file.
 
-    architecture: the model family. config: its hyperparameters under Hugging Face's keys. metadata:
-    GGUF's own, for the tokenizer.
+    architecture: the model family. config: its hyperparameters under Hugging Face's keys, read when first
+    asked for, so that a family nobody serves is refused by its name. metadata: GGUF's own, for the
+    tokenizer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,7 +58,29 @@ class Checkpoint:
         self._file = GGUFFile.open(path)
         self.metadata: dict[str, Any] = self._file.metadata
         self.architecture = str(self._required("general.architecture"))
-        self.config = self._read_config()
+
+    @functools.cached_property
+    def config(self) -> dict[str, Any]:
+        """Hyperparameters; CheckpointError where one is missing or can't be."""
+        heads = self._count("attention.head_count")
+        hidden = self._count("embedding_length")
+        head_dim = self._count("attention.key_length", max(hidden // heads, 1))
+        return {
+            "model_type": self.architecture,
+            "hidden_size": hidden,
+            "intermediate_size": self._count("feed_forward_length"),
+            "num_hidden_layers": self._count("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self._count("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "rotary_dim": self._count("rope.dimension_count", head_dim),
+            "rms_norm_eps": self._positive("attention.layer_norm_rms_epsilon"),
+            "rope_theta": self._positive("rope.freq_base", 10000.0),
+            "rope_scaling": self.metadata.get(f"{self.architecture}.rope.scaling.type"),
+            "max_position_embeddings": self._count("context_length"),
+            "vocab_size": self.shape("model.embed_tokens.weight")[0],
+            "tie_word_embeddings": not self.has("lm_head.weight"),
+        }
 
     def format_of(self, parts: tuple[str, ...]) -> Format:
         """The format that holds all of these tensors."""
@@ -86,7 +112,23 @@ class Checkpoint:
                 f"{self.path.name}: tensor {info.name!r} has shape {info.shape}, but the model's "
                 f"hyperparameters make it [*, {', '.join(map(str, shape[1:]))}]"
             )
-        return TensorRows(self._file, info.name, self._row_order(name))
+        order = self._row_order(name)
+        if order is not None and len(order) != info.shape[0]:
+            raise CheckpointError(
+                f"{self.path.name}: tensor {info.name!r} has {info.shape[0]} rows, but the model's "
+                f"hyperparameters make it {len(order)}"
+            )
+        return TensorRows(self._file, info.name, order)
+
+    def check_all_used(self, names: Iterable[str]) -> None:
+        """Raise UnsupportedModelError if there are tensors besides these: a model without its biases, or
+        its rope factors, answers and answers wrongly."""
+        left = sorted(set(self._file.tensors) - {gguf_name(name) for name in names})
+        if left:
+            raise UnsupportedModelError(
+                f"{self.path.name} has tensors that {self.architecture!r} models are not served with: "
+                f"{', '.join(left[:8])}{f' and {len(left) - 8} more' if len(left) > 8 else ''}"
+            )
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, rows first."""
@@ -117,27 +159,25 @@ class Checkpoint:
             raise CheckpointError(f"{self.path.name}: metadata {key!r} is missing")
         return self.metadata[key]
 
-    def _read_config(self) -> dict[str, Any]:
-        def read(key: str, default: Any = None) -> Any:
-            full = f"{self.architecture}.{key}"
-            return self._required(full) if default is None else self.metadata.get(full, default)
+    def _count(self, key: str, default: int | None = None) -> int:
+        """A whole number of the architecture's metadata, at least 1."""
+        value = self._number(key, default)
+        if type(value) is not int or not 1 <= value < 2**31:
+            raise CheckpointError(
+                f"{self.path.name}: metadata {self.architecture}.{key} is {value!r}; only a number of at "
+                "least 1 makes sense"
+            )
+        return value
 
-        heads = int(read("attention.head_count"))
-        hidden = int(read("embedding_length"))
-        head_dim = int(read("attention.key_length", hidden // max(heads, 1)))
-        return {
-            "model_type": self.architecture,
-            "hidden_size": hidden,
-            "intermediate_size": int(read("feed_forward_length")),
-            "num_hidden_layers": int(read("block_count")),
-            "num_attention_heads": heads,
-            "num_key_value_heads": int(read("attention.head_count_kv", heads)),
-            "head_dim": head_dim,
-            "rotary_dim": int(read("rope.dimension_count", head_dim)),
-            "rms_norm_eps": float(read("attention.layer_norm_rms_epsilon")),
-            "rope_theta": float(read("rope.freq_base", 10000.0)),
-            "rope_scaling": self.metadata.get(f"{self.architecture}.rope.scaling.type"),
-            "max_position_embeddings": int(read("context_length")),
-            "vocab_size": self.shape("model.embed_tokens.weight")[0],
-            "tie_word_embeddings": not self.has("lm_head.weight"),
-        }
+    def _positive(self, key: str, default: float | None = None) -> float:
+        value = self._number(key, default)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise CheckpointError(
+                f"{self.path.name}: metadata {self.architecture}.{key} is {value!r}; only a number above 0 "
+                "makes sense"
+            )
+        return float(value)
+
+    def _number(self, key: str, default: float | None) -> Any:
+        full = f"{self.architecture}.{key}"
+        return self._required(full) if default is None else self.metadata.get(full, default)

@@ -37,7 +37,12 @@ class Items:
 
     @classmethod
     def build(
-        cls, cu_q: Int32Array, seq_lens: Int32Array, block_table: Int32Array, positions: Int32Array
+        cls,
+        cu_q: Int32Array,
+        seq_lens: Int32Array,
+        block_table: Int32Array,
+        positions: Int32Array,
+        window: int | None,
     ) -> Items:
         """Cut each sequence's new tokens into items."""
         pieces = [
@@ -56,8 +61,11 @@ class Items:
         width = min(tables.shape[1], block_table.shape[1])
         tables[:, :width] = block_table[owners, :width]
         lengths = seq_lens[owners].astype(np.int64)
-        used = np.arange(tables.shape[1])[None, :] * BLOCK_SIZE < lengths[:, None]
-        tables[~used] = 0  # beyond a sequence's end a table holds anything
+        starts = np.arange(tables.shape[1])[None, :] * BLOCK_SIZE
+        used = starts < lengths[:, None]
+        if window is not None:
+            used &= starts + BLOCK_SIZE > at[:, :1] - window + 1
+        tables[~used] = 0  # beyond a sequence's end, and before its window, a table holds anything
         return cls(*(torch.from_numpy(a) for a in (tokens, at, tables, lengths)))
 
 

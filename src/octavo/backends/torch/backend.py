@@ -19,6 +19,7 @@ from octavo.backends.torch.rotary import kv_views, rotary_store_kv
 from octavo.backends.torch.table import TorchKernelTable
 from octavo.errors import BackendError
 from octavo.program.ir import (
+    BLOCK_SIZE,
     KV,
     AddRMSNorm,
     Attention,
@@ -26,6 +27,7 @@ from octavo.program.ir import (
     Embedding,
     GatedActivation,
     GatherRows,
+    KVGroup,
     Linear,
     Op,
     RMSNorm,
@@ -40,7 +42,14 @@ from octavo.quantization.packing import unpack_groups
 class _Step:
     """The inputs of one step as tensors, and its items per layer group."""
 
-    def __init__(self, inputs: StepInputs, num_tokens: int, num_seqs: int, num_sampled: int) -> None:
+    def __init__(
+        self,
+        inputs: StepInputs,
+        groups: tuple[KVGroup, ...],
+        num_tokens: int,
+        num_seqs: int,
+        num_sampled: int,
+    ) -> None:
         self.num_tokens = num_tokens
         self.token_ids = torch.from_numpy(inputs.token_ids[:num_tokens].astype(np.int64))
         self.positions = torch.from_numpy(inputs.positions[:num_tokens].astype(np.int64))
@@ -49,9 +58,13 @@ class _Step:
         self.sizes = {"T": num_tokens, "S": num_seqs, "R": num_sampled}
         self.items = [
             Items.build(
-                inputs.cu_q[: num_seqs + 1], inputs.seq_lens[:num_seqs], table[:num_seqs], inputs.positions
+                inputs.cu_q[: num_seqs + 1],
+                inputs.seq_lens[:num_seqs],
+                table[:num_seqs],
+                inputs.positions,
+                group.window,
             )
-            for table in inputs.block_table
+            for group, table in zip(groups, inputs.block_table, strict=True)
         ]
 
 
@@ -111,7 +124,7 @@ class TorchBackend:
     def run(self, num_tokens: int, num_seqs: int, num_sampled: int) -> torch.Tensor:
         """See Backend.run."""
         self._check_inputs(num_tokens, num_seqs, num_sampled)
-        step = _Step(self._inputs, num_tokens, num_seqs, num_sampled)
+        step = _Step(self._inputs, self._sealed.program.kv_groups, num_tokens, num_seqs, num_sampled)
         for planned in self._sealed.ops:
             self._HANDLERS[type(planned.op)](self, planned.op, step)
         return self._buf(self._sealed.program.logits, step)
@@ -120,21 +133,54 @@ class TorchBackend:
         """Nothing to stop."""
 
     def _check_inputs(self, num_tokens: int, num_seqs: int, num_sampled: int) -> None:
-        """Raise BackendError for what would read or write out of range."""
-        program, inputs = self._sealed.program, self._inputs
-        num_slots = self._memory.kv.shape[1] * 16
+        """Raise BackendError for what would read or write out of range, before anything is written."""
+        program, inputs, limits = self._sealed.program, self._inputs, self._sealed.limits
+        for name, size, least, most in (
+            ("tokens", num_tokens, 1, limits.max_tokens),
+            ("sequences", num_seqs, 1, limits.max_seqs),
+            ("sampled rows", num_sampled, 0, limits.max_sampled),
+        ):
+            if not least <= size <= most:
+                raise BackendError(f"the step has {size} {name}, but {least} to {most} fit")
+        num_blocks = self._memory.kv.shape[1]
         positions = min((rope.max_positions for rope in program.ropes), default=2**31)
         vocab = next(op.weight.shape[0] for op in program.ops if isinstance(op, Embedding))
         for name, values, stop in (
             ("token_ids", inputs.token_ids[:num_tokens], vocab),
             ("positions", inputs.positions[:num_tokens], positions),
-            ("slot_mapping", inputs.slot_mapping[:, :num_tokens], num_slots),
+            ("slot_mapping", inputs.slot_mapping[:, :num_tokens], num_blocks * BLOCK_SIZE),
             ("sampled_rows", inputs.sampled_rows[:num_sampled], num_tokens),
-            ("seq_lens", inputs.seq_lens[:num_seqs], self._sealed.limits.max_model_len + 1),
+            ("seq_lens", inputs.seq_lens[:num_seqs], limits.max_model_len + 1),
         ):
             if values.size and (values.min() < 0 or values.max() >= stop):
                 raise BackendError(
                     f"step inputs: {name} must lie in 0..{stop - 1}, found {values.min()}..{values.max()}"
+                )
+        cu_q = inputs.cu_q[: num_seqs + 1]
+        if cu_q[0] != 0 or cu_q[-1] != num_tokens or (np.diff(cu_q) < 0).any():
+            raise BackendError(f"step inputs: cu_q must rise from 0 to {num_tokens}, found {cu_q.tolist()}")
+        for s in range(num_seqs):
+            self._check_sequence(s, int(cu_q[s]), int(cu_q[s + 1]))
+
+    def _check_sequence(self, s: int, begin: int, end: int) -> None:
+        """The new tokens of sequence `s` are its last, and the blocks they see exist."""
+        inputs, length = self._inputs, int(self._inputs.seq_lens[s])
+        if begin == end:
+            return
+        expected = np.arange(length - (end - begin), length)
+        if not np.array_equal(inputs.positions[begin:end], expected):
+            raise BackendError(
+                f"step inputs: the {end - begin} new tokens of sequence {s} must end at its length, "
+                f"{length}; found positions {inputs.positions[begin]}..{inputs.positions[end - 1]}"
+            )
+        for group, table in zip(self._sealed.program.kv_groups, inputs.block_table, strict=True):
+            first = 0 if group.window is None else max(0, int(expected[0]) - group.window + 1)
+            blocks = table[s, first // BLOCK_SIZE : -(-length // BLOCK_SIZE)]
+            num_blocks = self._memory.kv.shape[1]
+            if blocks.min() < 0 or blocks.max() >= num_blocks:
+                raise BackendError(
+                    f"step inputs: block_table of sequence {s} must lie in 0..{num_blocks - 1}, found "
+                    f"{blocks.min()}..{blocks.max()}"
                 )
 
     def _buf(self, buf: Buf, step: _Step) -> torch.Tensor:

@@ -44,14 +44,16 @@ def _dense_tile(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _quantized_tile(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     """The contract's quantised arithmetic. Integer sums of a group stay below 2**24, so f32 products
-    hold them exactly in any order; fma is a product and a sum in float64, rounded once to f32."""
+    hold them exactly in any order."""
     rows, k = x.shape
     groups = k // GROUP
     top = _ACTIVATION_MAX[weight.format]
     x = x.view(rows, groups, GROUP)
     peak = x.abs().amax(dim=2)
-    scale = peak / top
-    inverse = torch.where(peak > 0, top / peak, torch.zeros_like(peak))
+    inverse = top / peak
+    as_zeros = torch.isinf(inverse)
+    inverse = torch.where(as_zeros, 0.0, inverse)
+    scale = torch.where(as_zeros, 0.0, peak / top)
     ints = torch.round(x * inverse[:, :, None])
     sums = scale * ints.sum(dim=2)  # exact: integers
     dots = torch.bmm(ints.transpose(0, 1), weight.q.view(-1, groups, GROUP).permute(1, 2, 0).float())
@@ -64,4 +66,18 @@ def _quantized_tile(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
 
 
 def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    return (a.double() * b.double() + c.double()).float()
+    """a * b + c of f32, rounded once.
+
+    In float64 the product is exact and the sum is not; rounding it to f32 again could round twice. So
+    the sum is rounded to odd (Boldo and Melquiond, "When double rounding is odd"): where Knuth's TwoSum
+    finds an error, the last bit is set, which keeps the second rounding from seeing a tie.
+    """
+    product, addend = a.double() * b.double(), c.double()
+    total = product + addend
+    back = total - product
+    error = (product - (total - back)) + (addend - back)
+    bits = total.view(torch.int64)
+    inexact = torch.isfinite(total) & (error != 0) & (bits & 1 == 0)
+    away = (error > 0) == (total > 0)  # the true sum is larger in magnitude than its rounding
+    odd = torch.where(inexact, bits + torch.where(away, 1, -1), bits)
+    return odd.view(torch.float64).float()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 
 from octavo.engine.async_engine import AsyncEngine
 from octavo.errors import ModelNotFoundError, OctavoError
@@ -20,6 +21,7 @@ from octavo.server.openai.error_responses import describe, error_body
 from octavo.server.openai.protocol import ChatCompletionRequest
 
 router = APIRouter()
+_CLIENT_GONE = 499  # nginx's name for it; nobody reads this answer
 
 
 @router.post("/v1/chat/completions")
@@ -31,10 +33,36 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     completion = _Completion(engine, body)
     outputs = engine.chat(body.messages, body.sampling_params(), priority=body.priority)
     if body.stream:
-        return StreamingResponse(
-            completion.stream(outputs), media_type="text/event-stream", headers=sse.HEADERS
-        )
-    return await completion.whole(outputs)
+        return sse.EventStream(completion.stream(outputs))
+    last = await _last_output(outputs, request)
+    return completion.whole(last) if last is not None else Response(status_code=_CLIENT_GONE)
+
+
+async def _last_output(outputs: AsyncGenerator[RequestOutput], request: Request) -> RequestOutput | None:
+    """The last output; None, and the request is aborted, if the client does not wait for it."""
+    answer = asyncio.create_task(_last(outputs))
+    departure = asyncio.create_task(_wait_for_departure(request))
+    try:
+        await asyncio.wait((answer, departure), return_when=asyncio.FIRST_COMPLETED)
+        return answer.result() if answer.done() else None
+    finally:
+        for task in (answer, departure):
+            task.cancel()
+        await asyncio.gather(answer, departure, return_exceptions=True)
+
+
+async def _last(outputs: AsyncGenerator[RequestOutput]) -> RequestOutput:
+    last = None
+    async with aclosing(outputs) as stream:
+        async for output in stream:
+            last = output
+    assert last is not None, "a request ends with an output"
+    return last
+
+
+async def _wait_for_departure(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 class _Completion:
@@ -50,11 +78,7 @@ class _Completion:
             "model": engine.info.name,
         }
 
-    async def whole(self, outputs: AsyncGenerator[RequestOutput]) -> Response:
-        last: RequestOutput | None = None
-        async for output in outputs:
-            last = output
-        assert last is not None, "a request ends with an output"
+    def whole(self, last: RequestOutput) -> Response:
         if last.finish_reason is FinishReason.ERROR:
             return JSONResponse(error_body(last.error or "", kind="server_error", code="request_failed"), 500)
         choice = {
@@ -66,7 +90,7 @@ class _Completion:
         body = {"object": "chat.completion", **self._head, "choices": [choice], "usage": _usage(last)}
         return JSONResponse(body)
 
-    async def stream(self, outputs: AsyncGenerator[RequestOutput]) -> AsyncIterator[bytes]:
+    async def stream(self, outputs: AsyncGenerator[RequestOutput]) -> AsyncGenerator[bytes]:
         yield self._chunk({"role": "assistant", "content": ""}, None, None)
         try:
             async with aclosing(outputs) as stream:

@@ -15,13 +15,26 @@ from starlette.exceptions import HTTPException
 from octavo.errors import EngineDeadError, InvalidRequestError, ModelNotFoundError, OctavoError
 
 _MAX_MESSAGE = 2000
+_MAX_PARAM = 100
+
+
+#: HTTP's own refusals.
+_HTTP_CODES = {400: "invalid_request", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 
 
 def error_body(
     message: str, *, kind: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
     """OpenAI's error object."""
-    return {"error": {"message": message[:_MAX_MESSAGE], "type": kind, "param": param, "code": code}}
+    param = None if param is None else _printable(param, _MAX_PARAM)
+    return {
+        "error": {"message": _printable(message, _MAX_MESSAGE), "type": kind, "param": param, "code": code}
+    }
+
+
+def _printable(text: str, length: int) -> str:
+    """A text that may quote the caller, cut short, and without the lone surrogates that JSON can carry."""
+    return text[:length].encode(errors="backslashreplace").decode()
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
@@ -54,8 +67,14 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
-        body = error_body(str(error.detail), kind="invalid_request_error", code=None)
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        body = error_body(message, kind="invalid_request_error", code=_HTTP_CODES.get(error.status_code))
         return JSONResponse(body, error.status_code, headers=error.headers)
+
+    @app.exception_handler(Exception)  # a bug; the server's log has the traceback
+    async def _bug(request: Request, error: Exception) -> JSONResponse:
+        message = f"the server failed on this request ({type(error).__name__}); its log says more"
+        return JSONResponse(error_body(message, kind="server_error", code="internal_error"), 500)
 
 
 def _validation_body(error: RequestValidationError) -> dict[str, Any]:
@@ -64,8 +83,11 @@ def _validation_body(error: RequestValidationError) -> dict[str, Any]:
     param = ".".join(path) or None
     if first["type"] == "extra_forbidden":
         message = f"unknown field {param!r}; it would have no effect here, so remove it"
+    elif not path and first["type"] in ("model_attributes_type", "missing"):
+        message = "the body must be a JSON object, sent with Content-Type: application/json"
     elif first["type"] == "json_invalid":
-        message, param = f"the body is no JSON: {first['msg']}", None
+        problem = first.get("ctx", {}).get("error", first["msg"])
+        message, param = f"the body is no JSON: {problem}, at character {first['loc'][-1]}", None
     else:
         message = f"{param or 'body'}: {first['msg']}"
     return error_body(message, kind="invalid_request_error", param=param, code="invalid_request")

@@ -20,15 +20,18 @@ IGNORED_FIELDS = frozenset({"user", "metadata", "store", "service_tier", "safety
 class StreamOptions(BaseModel):
     """How a stream ends."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
 
 
 class ChatCompletionRequest(BaseModel):
-    """POST /v1/chat/completions. Beyond OpenAI's fields: top_k, min_p, repetition_penalty, priority."""
+    """POST /v1/chat/completions. Beyond OpenAI's fields: top_k, min_p, repetition_penalty, priority.
 
-    model_config = ConfigDict(extra="forbid")
+    A null is as good as no field. Nothing is converted: "0.5" is no number and 1 is no true.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
     messages: list[dict[str, Any]]
@@ -54,14 +57,24 @@ class ChatCompletionRequest(BaseModel):
     @classmethod
     def _drop_ignored(cls, value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: item for key, item in value.items() if key not in IGNORED_FIELDS}
+            return {
+                key: item for key, item in value.items() if key not in IGNORED_FIELDS and item is not None
+            }
         return value
 
     def sampling_params(self) -> SamplingParams:
         """The engine's terms for what was asked; InvalidRequestError where they can't be met."""
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options needs stream: true", param="stream_options")
+        limits = {self.max_completion_tokens, self.max_tokens} - {None}
+        if len(limits) > 1:
+            raise InvalidRequestError(
+                f"max_completion_tokens is {self.max_completion_tokens}, but max_tokens, its old name, is "
+                f"{self.max_tokens}; give one",
+                param="max_tokens",
+            )
         return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -73,7 +86,7 @@ class ChatCompletionRequest(BaseModel):
             repetition_penalty=self.repetition_penalty,
             logit_bias={_token_id(key): bias for key, bias in self.logit_bias.items()},
             logprobs=self.top_logprobs if self.logprobs else None,
-            max_tokens=limit,
+            max_tokens=limits.pop() if limits else None,
         )
 
 

@@ -1,0 +1,100 @@
+"""Which ops the CPU kernels serve, and what they need: packed weights and scratch memory.
+
+Rule: sizes here are those of csrc/cpu (layouts.hpp, check.cpp), which refuses a program whose
+scratch is too small. Nothing here needs the library or torch: a bill can be computed anywhere.
+"""
+
+from __future__ import annotations
+
+from octavo.program.ir import (
+    KV,
+    AddRMSNorm,
+    Attention,
+    Embedding,
+    GatedActivation,
+    GatherRows,
+    Linear,
+    Op,
+    RMSNorm,
+    RotaryStoreKV,
+    Weight,
+)
+from octavo.program.planner import ALIGNMENT, Kernel, Limits, Unserved
+from octavo.quantization.formats import GROUP, Format
+
+PANEL = 16  # outputs of a weight panel
+LANES = 8
+QUERY_TILE = 16  # query tokens of an attention work item
+KV_TILE = 64
+_F32 = 4
+
+
+class NativeKernelTable:
+    """The kernels of liboctavo_cpu, for a team of `num_threads`."""
+
+    name = "native"
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+
+    def choose(self, op: Op, limits: Limits) -> Kernel:
+        """The kernel for an op, or raise Unserved with the reason."""
+        match op:
+            case Embedding():
+                _require_lanes("rows", op.out.width)
+                return Kernel(f"embedding_{op.weight.format}")
+            case RMSNorm() | AddRMSNorm():
+                _require_lanes("rows", op.out.width)
+                return Kernel(op.kind)
+            case Linear():
+                return Kernel(f"linear_{op.weight.format}", self._linear_scratch(op, limits))
+            case RotaryStoreKV():
+                _require_lanes("heads", op.kv.head_dim)
+                scratch = self._num_threads * _align(op.kv.head_dim * _F32)
+                return Kernel(f"rotary_store_kv_{op.kv.dtype}", scratch)
+            case Attention():
+                _require_lanes("heads", op.kv.head_dim)
+                return Kernel(f"attention_{op.kv.dtype}", self._attention_scratch(op.kv, op.q_heads))
+            case GatedActivation():
+                _require_lanes("rows", op.out.width)
+                if op.activation != "silu":
+                    raise Unserved(f"no kernel for activation {op.activation!r}")
+                return Kernel("gated_silu")
+            case GatherRows():
+                return Kernel("gather_rows")
+            case _:
+                raise Unserved("no kernel")
+
+    def weight_nbytes(self, weight: Weight) -> int:
+        """Bytes of a parameter in panels of 16 rows, the last padded; of a vector, padded to 16."""
+        rows = -(-weight.shape[0] // PANEL) * PANEL
+        if len(weight.shape) == 1:
+            return rows * _F32
+        width = weight.shape[1]
+        if weight.format is Format.F32:
+            return rows * width * _F32
+        return rows * (width // GROUP) * weight.format.group_nbytes
+
+    def _linear_scratch(self, op: Linear, limits: Limits) -> int:
+        """Quantised rows, their scales and sums; for q4m, a panel's unpacked nibbles per thread."""
+        if op.weight.format is Format.F32:
+            return 0
+        rows, width = limits.of(op.x.rows), op.x.width
+        element, unpacked = (1, PANEL * width) if op.weight.format is Format.Q4M else (2, 0)
+        per_group = _align(rows * (width // GROUP) * _F32)
+        return _align(rows * width * element) + 2 * per_group + self._num_threads * unpacked
+
+    def _attention_scratch(self, kv: KV, q_heads: int) -> int:
+        """Per thread: queries, partial and total results of an item's rows, and a KV tile as f32."""
+        rows = QUERY_TILE * (q_heads // kv.kv_heads)
+        floats = 3 * rows * kv.head_dim + 4 * rows + 2 * KV_TILE * kv.head_dim
+        return self._num_threads * _align(floats * _F32)
+
+
+def _require_lanes(what: str, width: int) -> None:
+    if width % LANES:
+        raise Unserved(f"{what} of {width} elements are not a multiple of {LANES}")
+
+
+def _align(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

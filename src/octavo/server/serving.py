@@ -1,0 +1,72 @@
+"""Runs the application on a socket until it is told to stop.
+
+Rule: the first SIGINT or SIGTERM stops in order. No new connections; open answers get DRAIN_SECONDS to
+end; then the engine stops, which ends those still open with an error that says so. A second SIGINT stops
+at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from octavo.engine.async_engine import AsyncEngine
+from octavo.errors import ConfigError
+
+DRAIN_SECONDS = 5.0
+
+
+def run(
+    app: FastAPI,
+    listener: socket.socket,
+    *,
+    on_ready: Callable[[], None],
+    on_drain: Callable[[float], None],
+) -> None:
+    """Serve until SIGINT or SIGTERM. ConfigError if another process took the port in the meantime."""
+    server = _Server(app, on_ready, on_drain)
+
+    # uvicorn raises a signal again once it has stopped; the orderly end it caused is a success.
+    def stop(*_: Any) -> None:
+        server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    try:
+        listener.listen()
+    except OSError as error:
+        raise ConfigError(f"can't listen any more: {error}. Choose another --port") from error
+    server.run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, app: FastAPI, on_ready: Callable[[], None], on_drain: Callable[[float], None]) -> None:
+        super().__init__(uvicorn.Config(app, log_level="warning"))
+        self._state = app.state
+        self._on_ready = on_ready
+        self._on_drain = on_drain
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        engine: AsyncEngine = self._state.engine
+        if engine.num_streams:
+            self._on_drain(DRAIN_SECONDS)
+        closing = asyncio.create_task(_close_later(engine))
+        try:
+            await super().shutdown(sockets)
+        finally:
+            closing.cancel()
+
+
+async def _close_later(engine: AsyncEngine) -> None:
+    await asyncio.sleep(DRAIN_SECONDS)
+    await engine.close()
