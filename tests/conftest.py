@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+import octavo.backends  # noqa: F401  before any test imports torch: it decides how threads wait
 from octavo.input.tokenizer import Tokenizer
 from octavo.weights.gguf import GGUFFile
 from octavo.weights.sources import resolve_model

@@ -152,6 +152,11 @@ class ScriptedExecutor:
         """Plans submitted and not collected."""
         return len(self._queue)
 
+    @property
+    def row_ids(self) -> list[str]:
+        """Requests that have a row."""
+        return list(self._rows)
+
     def raise_on(self, step: int) -> None:
         """Let a step raise InjectedFault when it is executed."""
         self._faults.add(step)

@@ -77,7 +77,7 @@ def make_llama_gguf(
             projection = name.split(".")[-2]
             if projection in heads:
                 raw = interleave(raw, heads[projection])
-            writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), raw, raw_dtype=of)
+            writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), raw, raw_dtype=of)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -156,7 +156,7 @@ size_t scratch_needed(const OctavoOp& op, const OctavoLimits& limits, size_t num
   }
   if (op.kind == OCTAVO_OP_ATTENTION) {
     const size_t rows = static_cast<size_t>(kQueryTile) * (op.q_heads / op.kv_heads);
-    const size_t tile = 64 * static_cast<size_t>(op.head_dim);
+    const size_t tile = static_cast<size_t>(kTile) * op.head_dim;
     return num_threads * align_up((3 * rows * op.head_dim + 4 * rows + 2 * tile) * sizeof(float));
   }
   return 0;

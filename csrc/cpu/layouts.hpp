@@ -9,6 +9,8 @@ namespace octavo {
 constexpr int kPanel = 16;       // outputs (rows of W) that a weight panel holds
 constexpr int kGroup = 32;       // weights that share a scale, along K
 constexpr int kBlockTokens = 16; // tokens of a KV block
+constexpr int kTile = 64;        // KV positions that attention reduces at a time
+constexpr int kSplit = 512;      // KV positions that are reduced apart and merged in order
 constexpr size_t kAlignment = 64;
 
 struct Half {

@@ -84,27 +84,42 @@ void pack_one(const OctavoPackJob& job, int64_t row) {
   }
 }
 
-// Threads take whole panels: rows of one panel share bytes.
-void pack_panels(const void* argument, Worker& worker) {
-  const OctavoPackJob& job = *static_cast<const OctavoPackJob*>(argument);
-  const int64_t first_panel = job.first_row / kPanel;
+// The panels a job writes to, the first and the last perhaps in part.
+Range panels_of(const OctavoPackJob& job) {
   const int64_t end_row = job.first_row + job.num_rows;
-  const int64_t panels = (end_row + kPanel - 1) / kPanel - first_panel;
-  for (Range range{}; claim(worker, panels, 1, &range);) {
-    const int64_t begin = (first_panel + range.begin) * kPanel;
-    const int64_t end = begin + kPanel;
-    for (int64_t row = begin; row < end; ++row) {
-      if (row >= job.first_row && row < end_row) pack_one(job, row - job.first_row);
-    }
+  return {job.first_row / kPanel, (end_row + kPanel - 1) / kPanel};
+}
+
+void pack_panel(const OctavoPackJob& job, int64_t panel) {
+  for (int64_t target = panel * kPanel; target < (panel + 1) * kPanel; ++target) {
+    const int64_t row = target - job.first_row;
+    if (row >= 0 && row < job.num_rows) pack_one(job, row);
+  }
+}
+
+// Threads take whole panels: rows of one panel share bytes.
+void pack_together(const void* argument, Worker& worker) {
+  const OctavoPackJob& job = *static_cast<const OctavoPackJob*>(argument);
+  const Range panels = panels_of(job);
+  for (Range range{}; claim(worker, panels.end - panels.begin, 1, &range);) {
+    pack_panel(job, panels.begin + range.begin);
   }
   end_phase(worker);
 }
+
+// Smaller jobs take less time than it may take to wake a thread.
+constexpr size_t kWorthSharing = 4 << 20;
 
 }  // namespace
 
 }  // namespace octavo
 
 extern "C" void octavo_pack(OctavoContext* context, const OctavoPackJob* job) {
-  context->team.run(octavo::pack_panels, job);
-  context->team.wait_idle();  // the job is the caller's
+  if (octavo::raw_row_nbytes(*job) * job->num_rows >= octavo::kWorthSharing) {
+    context->team.run(octavo::pack_together, job);
+    context->team.wait_idle();  // the job is the caller's
+    return;
+  }
+  const octavo::Range panels = octavo::panels_of(*job);
+  for (int64_t panel = panels.begin; panel < panels.end; ++panel) octavo::pack_panel(*job, panel);
 }

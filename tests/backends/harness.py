@@ -6,6 +6,8 @@ their unused entries name no block, so that whatever a backend reads without rig
 
 from __future__ import annotations
 
+import ctypes
+import ctypes.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -29,6 +31,16 @@ GGUF_TYPES = {
     Format.Q8: gguf.GGMLQuantizationType.Q8_0,
 }
 UNIT = 2.0**-24  # the largest relative error of one rounding to f32
+
+_libm = ctypes.CDLL(ctypes.util.find_library("m") or "libm.so.6")
+_libm.fmaf.restype = ctypes.c_float
+_libm.fmaf.argtypes = [ctypes.c_float] * 3
+_fmaf = np.frompyfunc(_libm.fmaf, 3, 1)
+
+
+def fma(a: F32Array, b: F32Array, c: F32Array) -> F32Array:
+    """a * b + c in f32, rounded once, elementwise."""
+    return np.asarray(_fmaf(a, b, c)).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -96,9 +108,8 @@ class Rig:
         self.parts: dict[str, list[Rows]] = {}
         self._pack(weights or {}, seed)
         backend.bind(self.sealed, self.memory, self.inputs)
-        # Ids shuffled, the last block never used: a fence of NaN.
-        order = np.random.default_rng(seed).permutation(num_blocks - 1)
-        self._free = [[int(i) for i in order] for _ in self.program.kv_groups]
+        # One pool for all groups, in random order; the last block is never used: a fence of NaN.
+        self._free = [int(i) for i in np.random.default_rng(seed).permutation(num_blocks - 1)]
 
     # -- weights ------------------------------------------------------------------------------
 
@@ -112,7 +123,9 @@ class Rig:
                 parts = given[weight.name]
                 self.parts[weight.name] = parts if isinstance(parts, list) else [parts]
             else:
-                self.parts[weight.name] = [stored(random_values(weight.name, weight.shape, seed), weight.format)]
+                self.parts[weight.name] = [
+                    stored(random_values(weight.name, weight.shape, seed), weight.format)
+                ]
             begin = self.sealed.weight_offsets[weight.id]
             nbytes = self.backend.table.weight_nbytes(weight)
             out = self.memory.weights[begin : begin + nbytes]
@@ -139,7 +152,9 @@ class Rig:
         kv = self.program.kv_layers[layer]
         _, storage = self.program.kv_places[layer]
         dtype = np.float16 if kv.dtype is DType.F16 else np.float32
-        pages = self.memory.kv[storage].numpy().view(dtype).reshape(-1, 2, kv.kv_heads, kv.head_dim * BLOCK_SIZE)
+        pages = (
+            self.memory.kv[storage].numpy().view(dtype).reshape(-1, 2, kv.kv_heads, kv.head_dim * BLOCK_SIZE)
+        )
         k = pages[:, 0].reshape(-1, kv.kv_heads, kv.head_dim, BLOCK_SIZE)
         v = pages[:, 1].reshape(-1, kv.kv_heads, BLOCK_SIZE, kv.head_dim)
         return k, v
@@ -156,8 +171,8 @@ class Rig:
 
     def release(self, seq: Seq) -> None:
         """Give a sequence's blocks back and start it anew. What is in them stays."""
-        for free, blocks in zip(self._free, seq.blocks, strict=False):
-            free.extend(blocks)
+        for blocks in seq.blocks:
+            self._free.extend(blocks)
         seq.blocks, seq.num_computed = [], 0
 
     # -- steps --------------------------------------------------------------------------------
@@ -175,6 +190,14 @@ class Rig:
             results.append(logits[begin : begin + rows])
             begin += rows
         return results
+
+    def rows(self, rows: Sequence[int]) -> F32Array:
+        """The logits of these token ids as one sequence, which then ends: of a program that treats
+        rows one by one, its output for these rows of a weight."""
+        seq = Seq(list(rows))
+        (result,) = self.step([(seq, len(seq.token_ids))])
+        self.release(seq)
+        return result
 
     def fill(self, batch: Sequence[tuple[Seq, int]], sample: Literal["all", "last"]) -> tuple[int, int, int]:
         """Write a step's inputs; return its numbers of tokens, sequences and sampled rows."""
@@ -202,10 +225,10 @@ class Rig:
 
     def _grow(self, seq: Seq, length: int) -> None:
         if not seq.blocks:
-            seq.blocks = [[] for _ in self._free]
-        for free, blocks in zip(self._free, seq.blocks, strict=True):
+            seq.blocks = [[] for _ in self.program.kv_groups]
+        for blocks in seq.blocks:
             while len(blocks) * BLOCK_SIZE < length:
-                blocks.append(free.pop())
+                blocks.append(self._free.pop())
 
 
 def random_values(name: str, shape: tuple[int, ...], seed: int = 0) -> F32Array:
@@ -247,7 +270,9 @@ def assert_same_bits(a: F32Array, b: F32Array, what: str = "") -> None:
 # -- programs ---------------------------------------------------------------------------------
 
 
-def rowwise(columns: int, rows: int, emit: Callable[[ProgramBuilder, Buf], Buf]) -> Callable[[ProgramBuilder], Buf]:
+def rowwise(
+    columns: int, rows: int, emit: Callable[[ProgramBuilder, Buf], Buf]
+) -> Callable[[ProgramBuilder], Buf]:
     """A program that applies `emit` to rows of the f32 weight "x": token id i is row i of it."""
 
     def build(b: ProgramBuilder) -> Buf:

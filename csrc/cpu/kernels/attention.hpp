@@ -11,8 +11,6 @@
 
 namespace octavo::OCTAVO_ISA {
 
-constexpr int kSplit = 512;
-
 // Positions [begin, end) that the token at `position` sees.
 OCTAVO_INLINE Span seen_from(int position, int window) {
   const int begin = window > 0 ? position - window + 1 : 0;

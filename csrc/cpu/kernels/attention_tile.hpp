@@ -9,7 +9,6 @@
 
 namespace octavo::OCTAVO_ISA {
 
-constexpr int kTile = 64;                        // KV positions of a tile, aligned to position
 constexpr int kTileBlocks = kTile / kBlockTokens;
 
 // The pages of a tile for one KV head. Only blocks some row sees have pointers. As a line of a page

@@ -2,7 +2,9 @@
 
 A block's hash covers its tokens and, through its parent's hash, everything before them; the root
 covers what else decides KV (a tenant's salt). Rule: a hash only nominates a block. Whoever uses it
-compares the tokens too (`BlockPool.lookup`), so a collision costs a miss, never a wrong answer.
+compares the block's tokens too (`BlockPool.lookup`), so its own collision costs a miss, never a wrong
+answer. Those before it are trusted to the parent's hash, which is why it has 256 bits: prompts come
+from strangers, and 128 would fall to 2**64 tries.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Sequence
 
 BlockHash = bytes
 
-_DIGEST_SIZE = 16
+_DIGEST_SIZE = 32
 
 
 def root_hash(*, salt: str = "") -> BlockHash:

@@ -2,7 +2,7 @@
 
 Rule: the first SIGINT or SIGTERM stops in order. No new connections; open answers get DRAIN_SECONDS to
 end; then the engine stops, which ends those still open with an error that says so. A second SIGINT stops
-at once.
+the engine at once. Clients who don't read are not waited for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from fastapi import FastAPI
 from octavo.engine.async_engine import AsyncEngine
 from octavo.errors import ConfigError
 
-DRAIN_SECONDS = 5.0
+DRAIN_SECONDS = 5
+_LAST_WORDS_SECONDS = 2  # for errors to reach the clients
 
 
 def run(
@@ -60,13 +61,24 @@ class _Server(uvicorn.Server):
         engine: AsyncEngine = self._state.engine
         if engine.num_streams:
             self._on_drain(DRAIN_SECONDS)
-        closing = asyncio.create_task(_close_later(engine))
+        patience = asyncio.create_task(self._lose_patience(engine))
         try:
-            await super().shutdown(sockets)
+            await super().shutdown(sockets)  # waits for connections to end, unless a second SIGINT comes
         finally:
-            closing.cancel()
+            patience.cancel()
+        if self.force_exit:
+            await self._end_streams(engine)
 
+    async def _lose_patience(self, engine: AsyncEngine) -> None:
+        await asyncio.sleep(DRAIN_SECONDS)
+        await self._end_streams(engine)
 
-async def _close_later(engine: AsyncEngine) -> None:
-    await asyncio.sleep(DRAIN_SECONDS)
-    await engine.close()
+    async def _end_streams(self, engine: AsyncEngine) -> None:
+        await engine.close()
+        tasks = self.server_state.tasks
+        if tasks:
+            await asyncio.wait(tasks, timeout=_LAST_WORDS_SECONDS)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_LAST_WORDS_SECONDS)

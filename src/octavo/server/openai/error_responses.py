@@ -80,7 +80,7 @@ def install(app: FastAPI) -> None:
 def _validation_body(error: RequestValidationError) -> dict[str, Any]:
     first = error.errors()[0]
     path = [str(part) for part in first["loc"] if part != "body"]
-    param = ".".join(path) or None
+    param = ".".join(path)[:_MAX_PARAM] or None
     if first["type"] == "extra_forbidden":
         message = f"unknown field {param!r}; it would have no effect here, so remove it"
     elif not path and first["type"] in ("model_attributes_type", "missing"):

@@ -1,0 +1,129 @@
+"""Makes the generated pages of docs/ anew: `make docs`. A test checks that they are up to date.
+
+docs/program.md    the listing of the default model's program, and its memory bill
+docs/settings.md   every setting of the engine
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from octavo.backends.base import StepInputs
+from octavo.backends.native.table import NativeKernelTable
+from octavo.config import env
+from octavo.config.resolve import resolve
+from octavo.config.schema import EngineConfig
+from octavo.kv_cache.sizing import make_bill
+from octavo.models.registry import model_builder
+from octavo.program.builder import ProgramBuilder
+from octavo.program.ir import DType
+from octavo.program.planner import Limits, seal
+from octavo.program.pricing import OpCost, StepShape, price
+from octavo.runner.request_states import RequestStates
+from octavo.weights.checkpoint import Checkpoint
+from octavo.weights.sources import resolve_model
+
+DOCS = Path(__file__).parent
+MODEL = "smollm2-135m-instruct"
+_THREADS = 2
+_MIB = 1 << 20
+_GIB = 1 << 30
+
+
+def program_page() -> str:
+    """docs/program.md, computed without allocating or running anything."""
+    resolved = resolve({"model": MODEL})
+    config = resolved.config
+    checkpoint = Checkpoint(resolve_model(MODEL, config.cache_path, progress=True))
+    builder = ProgramBuilder(checkpoint.architecture, format_of=checkpoint.format_of, kv_dtype=DType.F16)
+    context = int(checkpoint.config["max_position_embeddings"])
+    program = model_builder(checkpoint.architecture)(builder, checkpoint.config, context)
+    limits = Limits(config.max_num_batched_tokens, config.max_num_seqs, config.max_num_seqs, context)
+    table = NativeKernelTable(_THREADS)
+    sealed = seal(program, limits, table)
+    checkpoint.close()
+    inputs = StepInputs.allocate(limits, len(program.kv_groups))
+    states = RequestStates(limits, len(program.kv_groups))
+    bill = make_bill(
+        sealed, step_inputs=inputs.nbytes, request_states=states.nbytes, kv_cache_gib=1.0, available=64 * _GIB
+    )
+    items = "\n".join(f"| {name} | {nbytes:,} | {nbytes / _MIB:.1f} |" for name, nbytes in bill.items)
+    shapes = {
+        "decode, 1 sequence at 1024": StepShape(1, 1, 1, 1024, 1024),
+        "decode, 32 sequences at 1024": StepShape(32, 32, 32, 32 * 1024, 32 * 1024),
+        "prefill, 512 tokens": StepShape(512, 1, 1, 512 * 513 // 2, 512),
+    }
+    costs = "\n".join(
+        _cost_row(name, price(program, shape, table.weight_nbytes)) for name, shape in shapes.items()
+    )
+    return f"""# The default model's program
+
+Made by `make docs`; a test checks it. This is what `{MODEL}` is to Octavo: a listing, built once by
+[models/llama.py](../src/octavo/models/llama.py), that every backend interprets.
+
+`%n:type[shape]+offset` is a buffer and its place in the activation arena, `@name` a weight with its format,
+`kvN` a layer's cache; what follows `#` is the kernel that the native backend chose ({_THREADS} threads).
+
+## Memory, before a byte is allocated
+
+| purpose | bytes | MiB |
+|---|---:|---:|
+{items}
+
+## Cost, from the listing alone
+
+| step | GFLOP | weights, MB | KV, MB | activations, MB |
+|---|---:|---:|---:|---:|
+{costs}
+
+## Listing
+
+```
+{sealed.dump().rstrip()}
+```
+"""
+
+
+def _cost_row(name: str, costs: list[OpCost]) -> str:
+    flops = sum(cost.flops for cost in costs) / 1e9
+    columns = (
+        sum(getattr(cost, field) for cost in costs) / 1e6
+        for field in ("weight_nbytes", "kv_nbytes", "activation_nbytes")
+    )
+    return f"| {name} | {flops:.2f} | " + " | ".join(f"{value:.1f}" for value in columns) + " |"
+
+
+def settings_page() -> str:
+    """docs/settings.md."""
+    rows = "\n".join(
+        f"| `--{field.name.replace('_', '-')}` | `{env.variable(field.name)}` | "
+        f"`{field.default!r}` | {field.metadata['help']} |"
+        for field in dataclasses.fields(EngineConfig)
+    )
+    return f"""# Settings
+
+Made by `make docs` from [config/schema.py](../src/octavo/config/schema.py); a test checks it. A flag wins
+over the environment, and that over the default. `octavo serve --explain-config` prints what is in force and
+why. In Python the same names are arguments: `LLM("smollm2-135m-instruct", max_num_seqs=64)`.
+
+| flag | environment | default | what it does |
+|---|---|---|---|
+{rows}
+"""
+
+
+PAGES = {"program.md": program_page, "settings.md": settings_page}
+
+
+def main() -> int:
+    """Write all pages."""
+    for name, make in PAGES.items():
+        (DOCS / name).write_text(make(), encoding="utf-8")
+        print(f"docs/{name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Integers and scales against the gguf package's own dequantisation."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gguf.quants import dequantize, quantize
+
+from octavo.errors import UnsupportedModelError
+from octavo.quantization.formats import GGUF_FORMATS, GROUP, Format
+from octavo.quantization.packing import Groups, unpack_groups
+
+TYPES = [name for name, format_ in GGUF_FORMATS.items() if format_.quantized]
+
+
+def random_bytes(type_name: str, rows: int, groups: int) -> npt.NDArray[np.uint8]:
+    """Every nibble and byte occurs; scales are any finite halves, negative and denormal ones too."""
+    rng = np.random.default_rng(0)
+    _, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_name]]
+    raw = rng.integers(0, 256, (rows, groups, nbytes), dtype=np.uint8)
+    num_scales = 2 if type_name == "Q4_1" else 1
+    bits = rng.integers(0, 1 << 16, (rows, groups, num_scales), dtype=np.uint16)
+    bits &= np.uint16(0b1_01111_1111111111)  # exponents below that of infinity
+    raw[:, :, : 2 * num_scales] = bits.view(np.uint8).reshape(rows, groups, -1)
+    return raw.reshape(rows, -1)
+
+
+def value(groups: Groups) -> npt.NDArray[np.float32]:
+    """w = d * q (+ m), rounded as the contract of the embedding says."""
+    q = groups.q.reshape(groups.q.shape[0], -1, GROUP).astype(np.float32)
+    w = groups.d[:, :, None] * q
+    if groups.m is not None:
+        w = w + groups.m[:, :, None]
+    return w.reshape(groups.q.shape)
+
+
+@pytest.mark.parametrize("type_name", TYPES)
+@pytest.mark.parametrize("rows", [1, 37])
+def test_unpacking_is_exact(type_name: str, rows: int) -> None:
+    raw = random_bytes(type_name, rows, 5)
+    found = unpack_groups(type_name, raw)
+    assert (found.q.dtype, found.q.shape) == (np.int8, (rows, 160))
+    assert (found.d.dtype, found.d.shape) == (np.float32, (rows, 5))
+    assert (found.m is None) == (type_name == "Q8_0")
+    assert np.array_equal(value(found), dequantize(raw, gguf.GGMLQuantizationType[type_name]))
+
+
+@pytest.mark.parametrize("type_name", TYPES)
+def test_quantised_weights(type_name: str) -> None:
+    weights = np.random.default_rng(1).normal(size=(16, 96)).astype(np.float32)
+    kind = gguf.GGMLQuantizationType[type_name]
+    raw = quantize(weights, kind)
+    found = unpack_groups(type_name, raw)
+    assert np.array_equal(value(found), dequantize(raw, kind))
+    if type_name == "Q4_1":
+        assert found.q.min() == 0
+        assert found.q.max() == 15
+    else:
+        assert found.q.min() < 0 < found.q.max()
+
+
+@pytest.mark.parametrize("type_name", TYPES)
+def test_views_of_a_file_are_left_alone(type_name: str) -> None:
+    raw = random_bytes(type_name, 4, 2)
+    shuffled = raw[[2, 0, 3, 1]]
+    raw.flags.writeable = False
+    assert np.array_equal(unpack_groups(type_name, raw).q[[2, 0, 3, 1]], unpack_groups(type_name, shuffled).q)
+    found = unpack_groups(type_name, raw)
+    assert found.q.flags.writeable  # torch warns about what is not
+    assert found.d.flags.writeable
+
+
+def test_other_types_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"weights of type Q6_K have no quantised arithmetic"):
+        unpack_groups("Q6_K", np.zeros((1, 210), np.uint8))
+
+
+def test_formats_count_the_bytes_of_ggml() -> None:
+    for name, format_ in GGUF_FORMATS.items():
+        block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+        assert format_.group_nbytes == nbytes * GROUP // block
+    assert [f for f in Format if f.quantized] == [Format.Q4M, Format.Q8]
