@@ -71,7 +71,7 @@ class Server:
 def serve(model: Path, *flags: str) -> Iterator[Server]:
     """`octavo serve`, ready to answer."""
     command = [sys.executable, "-m", "octavo", "serve", "--port", "0", "--model", str(model)]
-    command += ["--threads", "1", "--kv-cache-gib", "0.125", *flags]
+    command += ["--threads", "1", "--kv-cache-gib", "0.25", *flags]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log)
         server = Server("", process, log)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +18,15 @@ F32Array = npt.NDArray[np.float32]
 HEADS, KV_HEADS, DIM = 4, 2, 16
 SCALE = DIM**-0.5
 U = 2.0**-24
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Small tensors: a second thread costs more than it computes, the more so on busy cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @dataclass

@@ -31,8 +31,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 @pytest.fixture(scope="module")
 def runner(tiny: TinyModel) -> ModelRunner:
     """A loaded runner with room for 10 blocks."""
-    settings = {"backend": "torch", "max_model_len": 100, "max_num_seqs": 2, "max_num_batched_tokens": 32}
-    runner = ModelRunner(tiny.path, resolve(settings).config)
+    settings = {"max_model_len": 100, "max_num_seqs": 2, "max_num_batched_tokens": 32}
+    runner = ModelRunner(tiny.path, resolve({"backend": "torch", "threads": 1} | settings).config)
     runner.load(NUM_BLOCKS)
     runner.memory.kv.zero_()
     return runner
@@ -126,7 +126,7 @@ def test_quantised_arithmetic_is_near_and_row_invariant(tmp_path: Path, quantiza
     ids = [np.random.default_rng(0).integers(0, NUM_TOKENS, 50).tolist()]
     logits = []
     for chunk in (50, 7):
-        settings = {"max_num_batched_tokens": chunk, "max_num_seqs": chunk, "backend": "torch"}
+        settings = {"max_num_batched_tokens": chunk, "max_num_seqs": chunk}
         runner = ModelRunner(tiny.path, resolve(settings).config, backend=TorchBackend(quantized=True))
         logits.append(runner.predict(ids))
     assert np.array_equal(logits[0], logits[1])

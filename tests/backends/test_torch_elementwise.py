@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
 
 from octavo.backends.torch.elementwise import EXP_MAX, EXP_MIN, exp, rms_norm, silu_gate, tree_sum
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Small tensors: a second thread costs more than it computes, the more so on busy cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def ulps(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fractions import Fraction
 
 import numpy as np
@@ -16,6 +17,15 @@ from octavo.quantization.formats import GROUP, Format
 
 F32Array = npt.NDArray[np.float32]
 ACTIVATION_MAX = {Format.Q4M: 127, Format.Q8: 4095}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Small tensors: a second thread costs more than it computes, the more so on busy cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def random(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:

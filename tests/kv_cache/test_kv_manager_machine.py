@@ -23,6 +23,8 @@ LENGTH = 70
 #: Texts that part from each other after some blocks.
 TEXTS = [[0] * LENGTH, [0] * 20 + [1] * (LENGTH - 20), [0] * 40 + [2] * (LENGTH - 40)]
 
+lengths = st.one_of(st.integers(1, LENGTH), st.sampled_from([16, 32, 64]))
+
 Content = tuple[int, str, tuple[int, ...]]  # group, salt, the whole prefix
 Table = list[list[int | None]]
 
@@ -39,7 +41,7 @@ class Sequence:
 class ManagerMachine(RuleBasedStateMachine):
     """Requests are admitted, computed, freed, undone and poisoned."""
 
-    @initialize(groups=st.sampled_from(LAYOUTS), num_blocks=st.integers(4, 24))
+    @initialize(groups=st.sampled_from(LAYOUTS), num_blocks=st.integers(5, 16))
     def start(self, groups: tuple[KVGroup, ...], num_blocks: int) -> None:
         self.kv = KVCacheManager(num_blocks, groups, step_tokens=LENGTH)
         self.groups = groups
@@ -87,7 +89,7 @@ class ManagerMachine(RuleBasedStateMachine):
     # -- moves ----------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.live) < 4)
-    @rule(text=st.sampled_from(TEXTS), length=st.integers(1, LENGTH), salt=st.sampled_from(["", "", "t"]))
+    @rule(text=st.sampled_from(TEXTS), length=lengths, salt=st.sampled_from(["", "", "t"]))
     def admit(self, text: list[int], length: int, salt: str) -> None:
         self.num_made += 1
         request = Request(
@@ -114,7 +116,19 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data(), count=st.integers(1, 40))
     def launch(self, data: st.DataObject, count: int) -> None:
-        sequence = data.draw(st.sampled_from(self.live))
+        self.launch_step(data.draw(st.sampled_from(self.live)), count)
+
+    @rule(text=st.sampled_from(TEXTS), length=lengths)
+    def complete(self, text: list[int], length: int) -> None:
+        """A request comes, is computed and goes: what it leaves is cached."""
+        self.admit(text, length, "")
+        sequence = self.live[-1]
+        self.launch_step(sequence, length)
+        while sequence.steps:
+            self.retire()
+        self.free_sequence(sequence, poisoned=False)
+
+    def launch_step(self, sequence: Sequence, count: int) -> None:
         request = sequence.request
         end = min(request.num_tokens, request.num_scheduled_tokens + count)
         if end == request.num_scheduled_tokens:
@@ -173,7 +187,9 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data(), poisoned=st.booleans())
     def free(self, data: st.DataObject, poisoned: bool) -> None:
-        sequence = data.draw(st.sampled_from(self.live))
+        self.free_sequence(data.draw(st.sampled_from(self.live)), poisoned)
+
+    def free_sequence(self, sequence: Sequence, poisoned: bool) -> None:
         self.live.remove(sequence)
         request = sequence.request
         before = self.table(request)

@@ -41,7 +41,7 @@ def tolerance(tiny: TinyModel, logits: npt.NDArray[np.float64]) -> float:
 
 
 def predict(path: Path, ids: list[list[int]], **settings: Any) -> npt.NDArray[np.float32]:
-    runner = ModelRunner(path, resolve({"backend": "torch"} | settings).config)
+    runner = ModelRunner(path, resolve({"backend": "torch", "threads": 1} | settings).config)
     try:
         return runner.predict(ids)
     finally:

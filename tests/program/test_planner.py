@@ -48,11 +48,13 @@ def builder(name: str = "test") -> ProgramBuilder:
 def programs(draw: st.DrawFn) -> Program:
     """Ops in random order on random live buffers: any of them may be read again, much later."""
     b = builder()
-    embed, norm = b.weight("embed", (96, WIDTH)), b.weight("norm", (WIDTH,))
+    embed, norm = b.weight("embed", (97, WIDTH)), b.weight("norm", (WIDTH,))
+    odd = b.weight("odd", (3, WIDTH))  # rows of 12 bytes: what follows must be aligned even so
     widen, narrow = b.weight("widen", (2 * WIDTH, WIDTH)), b.weight("narrow", (WIDTH, 2 * WIDTH))
     rope, kv = b.rope_table(inverse_frequencies(16, 1e4), 100), b.kv(2, 16)
     narrow_bufs, wide_bufs = [b.embedding(embed)], []
     kinds = ["embedding", "rms_norm", "add_rms_norm", "widen", "narrow", "gate", "rotary", "attention"]
+    kinds += ["odd"]
     for kind in draw(st.lists(st.sampled_from(kinds), max_size=24)):
         x = draw(st.sampled_from(narrow_bufs))
         if kind == "embedding":
@@ -63,6 +65,8 @@ def programs(draw: st.DrawFn) -> Program:
             narrow_bufs += b.add_rms_norm(x, draw(st.sampled_from(narrow_bufs)), norm, eps=1e-5)
         elif kind == "widen":
             wide_bufs.append(b.linear(x, widen))
+        elif kind == "odd":
+            b.linear(x, odd)
         elif kind == "attention":
             narrow_bufs.append(b.attention(x, kv, q_heads=4, scale=0.25))
         elif wide_bufs:

@@ -32,8 +32,8 @@ CONTEXT = 200
 
 
 def config(**settings: Any) -> EngineConfig:
-    defaults = {"backend": "torch", "max_model_len": CONTEXT, "max_num_seqs": 4, "max_num_batched_tokens": 64}
-    return resolve(defaults | settings).config
+    defaults = {"max_model_len": CONTEXT, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    return resolve({"backend": "torch", "threads": 1} | defaults | settings).config
 
 
 @pytest.fixture(scope="module")

@@ -110,3 +110,13 @@ def test_top_p_of_almost_nothing_keeps_one() -> None:
     logits = random_logits(0)
     assert candidates(logits, SamplingParams(top_p=1e-4)).tolist() == [int(logits.argmax())]
     assert candidates(np.zeros(50), SamplingParams(top_p=5e-324)).tolist() == [0]
+
+
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 0.99, 0.999999])
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 5.0])
+def test_top_p_of_a_large_vocabulary(spread: float, top_p: float) -> None:
+    """Nuclei of one token to nearly all, with ties: sorted in part or whole, they are the same."""
+    logits = np.round(np.random.default_rng(0).normal(0, 1, 9000), 2) * spread
+    assert candidates(logits, SamplingParams(top_p=top_p)).tolist() == reference(
+        logits, SamplingParams(top_p=top_p)
+    )

@@ -64,6 +64,12 @@ MUTANTS: dict[str, tuple[Any, str, str, str]] = {
         "[0][0] <= step",
         "[0][0] <= step + 1",
     ),
+    "blocks retire one step late": (
+        KVCacheManager,
+        "_give_back",
+        "(self._launched_step, blocks)",
+        "(self._launched_step + 1, blocks)",
+    ),
     "undo forgets to shrink": (Scheduler, "_undo_part", "self.kv.shrink(request, part.row.start)", "pass"),
     "undo forgets the queue": (Scheduler, "_undo_part", "self._waiting.add(request)", "pass"),
     "undo does not reset the runner": (

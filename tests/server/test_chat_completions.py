@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+
 from serving import ENDLESS, Server, serve
 
 MODEL = "tiny-llama-f32"
@@ -167,7 +168,7 @@ def test_text_parts_are_joined(client: OpenAI) -> None:
 def test_nulls_and_harmless_fields_change_nothing(server: Server, client: OpenAI) -> None:
     expected = ask(client, temperature=0).choices[0].message.content
     nulls = ["top_p", "n", "stop", "seed", "tools", "logit_bias", "response_format", "stream", "logprobs"]
-    body = {name: None for name in nulls} | {
+    body = dict.fromkeys(nulls) | {
         "model": None, "messages": HI, "temperature": 0, "max_tokens": 24, "user": "me", "store": True,
         "metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "x",
     }  # fmt: skip
@@ -329,7 +330,7 @@ def test_a_huge_body_is_not_read(server: Server) -> None:
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             b"Content-Length: 100000000000\r\n\r\n{"
         )
-        answer = connection.recv(4096)
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert b"16 MiB" in answer
 
@@ -382,7 +383,10 @@ def test_clients_who_leave_a_stream(server: Server) -> None:
 def test_clients_who_leave_at_once_or_while_queued(server: Server, streaming: bool) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     body = json.dumps({"messages": HI, "stream": streaming, **LONG}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
     connections = []
     for _ in range(3 * MAX_NUM_SEQS):
         connection = socket.create_connection((host, int(port)), timeout=10)

@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
-from serving import ENDLESS, Server, serve
 
 from octavo.errors import ConfigError
 from octavo.server import serving
+from serving import ENDLESS, Server, serve
 
 HI = [{"role": "user", "content": "the cat"}]
 

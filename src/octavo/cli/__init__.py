@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
 from cyclopts import App
 
@@ -22,13 +23,16 @@ app.command("octavo.cli.chat:chat", help="Talk to a model in the terminal.")
 app.command("octavo.cli.generate:generate", help="Complete prompts.")
 
 
-def main() -> None:
-    """Run a command. Our own errors end it with one sentence and exit code 1, not a traceback."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command; `arguments` are those of the process if not given.
+
+    Our own errors end it with one sentence and exit code 1, not a traceback.
+    """
     from octavo.errors import OctavoError
 
     try:
         try:
-            app()
+            app(sys.argv[1:] if arguments is None else arguments)
         finally:
             sys.stdout.flush()
     except OctavoError as error:

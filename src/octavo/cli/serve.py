@@ -32,23 +32,22 @@ def serve(
     if explain_config:
         _explain(resolved)
         return
-    listener = _bind(host, port)  # before loading: a taken port should not cost a load
     stderr = console()
+    with _bind(host, port) as listener:  # before loading: a taken port should not cost a load
+        from octavo.engine.build import build_engine
+        from octavo.server.app import create_app
+        from octavo.server.serving import run
 
-    from octavo.engine.build import build_engine
-    from octavo.server.app import create_app
-    from octavo.server.serving import run
-
-    engine = load(stderr, resolved, lambda: build_engine(resolved.config), lambda e: e.info)
-    url = _url(listener)
-    run(
-        create_app(engine),
-        listener,
-        on_ready=lambda: stderr.print(f"[bold green]Ready[/] at {url}  [dim](Ctrl-C stops)[/]"),
-        on_drain=lambda seconds: stderr.print(
-            f"Stopping; open answers have {seconds:g} s to end [dim](Ctrl-C again stops at once)[/]"
-        ),
-    )
+        engine = load(stderr, resolved, lambda: build_engine(resolved.config), lambda e: e.info)
+        url = _url(listener)
+        run(
+            create_app(engine),
+            listener,
+            on_ready=lambda: stderr.print(f"[bold green]Ready[/] at {url}  [dim](Ctrl-C stops)[/]"),
+            on_drain=lambda seconds: stderr.print(
+                f"Stopping; open answers have {seconds:g} s to end [dim](Ctrl-C again stops at once)[/]"
+            ),
+        )
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -56,10 +56,12 @@ class AsyncEngine:
     def generate(
         self, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0
     ) -> AsyncGenerator[RequestOutput]:
-        """Stream a completion. Errors in the request are raised here, before the stream begins.
+        """Stream a completion. What is wrong with the request, or an engine that has stopped, raises here,
+        before the stream begins.
 
         priority: smaller goes first; refused unless the engine's policy is priority.
         """
+        self._client.check_alive()
         self._check_priority(priority)
         request = self._inputs.process(
             prompt, params, request_id=next(self._ids), arrival=time.monotonic(), priority=priority
@@ -70,6 +72,7 @@ class AsyncEngine:
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, *, priority: int = 0
     ) -> AsyncGenerator[RequestOutput]:
         """Stream the answer to a conversation; see `generate`."""
+        self._client.check_alive()
         self._check_priority(priority)
         request = self._inputs.process_chat(
             messages, params, request_id=next(self._ids), arrival=time.monotonic(), priority=priority

@@ -91,10 +91,14 @@ class ThreadClient:
         """Whether requests are still served."""
         return self._thread.is_alive() and self._error is None
 
-    def add(self, request: EngineRequest) -> None:
-        """Hand over a request; EngineDeadError if nobody is there to take it."""
+    def check_alive(self) -> None:
+        """Raise EngineDeadError unless requests are served."""
         if not self.alive:
             raise EngineDeadError(f"the engine has stopped{_cause(self._error)}; restart the server")
+
+    def add(self, request: EngineRequest) -> None:
+        """Hand over a request; EngineDeadError if nobody is there to take it."""
+        self.check_alive()
         self._inbox.put(request)
 
     def abort(self, request_id: str) -> None:

@@ -13,6 +13,9 @@ from octavo.sampling_params import SamplingParams
 Scaled = npt.NDArray[np.float64]
 TokenIds = npt.NDArray[np.int64]
 
+#: How many tokens top_p sorts at first.
+_FIRST_SORTED = 256
+
 
 def candidates(scaled: Scaled, params: SamplingParams) -> TokenIds:
     """Ids that survive the filters, of logits [vocab] divided by the temperature. Never empty."""
@@ -44,11 +47,21 @@ def _largest(values: npt.NDArray[np.floating], ids: TokenIds, count: int) -> Tok
 
 
 def _nucleus(scaled: Scaled, ids: TokenIds, top_p: float) -> TokenIds:
-    """The fewest of the likeliest tokens whose probabilities reach top_p."""
-    ids = _by_value(scaled, ids)
-    weights = np.exp(scaled[ids] - scaled[ids[0]])
-    reached = np.cumsum(weights) >= top_p * weights.sum()
-    return np.sort(ids[: int(np.argmax(reached)) + 1] if reached.any() else ids)
+    """The fewest of the likeliest tokens whose probabilities reach top_p.
+
+    Only as many are sorted as it takes: a nucleus is small, a vocabulary is not.
+    """
+    peak = scaled[ids].max()
+    enough = top_p * np.exp(scaled[ids] - peak).sum()
+    count = _FIRST_SORTED
+    while True:
+        likeliest = _by_value(scaled, _largest(scaled, ids, count) if count < ids.shape[0] else ids)
+        reached = np.cumsum(np.exp(scaled[likeliest] - peak)) >= enough
+        if reached.any():
+            return np.sort(likeliest[: int(np.argmax(reached)) + 1])
+        if count >= ids.shape[0]:
+            return ids  # rounding kept the sum just below
+        count *= 16
 
 
 def _by_value(values: npt.NDArray[np.floating], ids: TokenIds) -> TokenIds:

@@ -68,6 +68,7 @@ class _Server(uvicorn.Server):
             patience.cancel()
         if self.force_exit:
             await self._end_streams(engine)
+            await self.lifespan.shutdown()
 
     async def _lose_patience(self, engine: AsyncEngine) -> None:
         await asyncio.sleep(DRAIN_SECONDS)
