@@ -39,7 +39,7 @@ lint: $(STAMP)  ## ruff, mypy --strict and the layering contract
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 
 bench: $(STAMP)  ## Benchmarks; the last line of each is JSON
 	$(BIN)/python benchmarks/offline.py

@@ -145,9 +145,9 @@ size_t scratch_needed(const OctavoOp& op, const OctavoLimits& limits, size_t num
                         : op.rows == OCTAVO_ROWS_SEQS ? limits.max_seqs
                                                       : limits.max_sampled;
     const size_t groups = op.in_width / kGroup;
-    const bool q4m = op.format == OCTAVO_FORMAT_Q4M;
-    const size_t element = q4m ? sizeof(int8_t) : sizeof(int16_t);
-    const size_t unpacked = q4m ? groups * 2 * sizeof(Q4mBlock::quants) : 0;
+    const bool rough = op.format == OCTAVO_FORMAT_Q4M && op.activation_bits == 8;
+    const size_t element = rough ? sizeof(int8_t) : sizeof(int16_t);
+    const size_t unpacked = rough ? groups * 2 * sizeof(Q4mBlock::quants) : 0;
     return align_up(rows * op.in_width * element) + 2 * align_up(rows * groups * sizeof(float)) +
            num_threads * unpacked;
   }

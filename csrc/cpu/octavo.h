@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-#define OCTAVO_ABI_VERSION 1
+#define OCTAVO_ABI_VERSION 2
 #define OCTAVO_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -53,7 +53,7 @@ typedef struct OctavoOp {
   int32_t window;        /* attention: positions seen, 0 for all */
   float scale;           /* embedding, attention */
   float eps;             /* norms */
-  int32_t reserved;
+  int32_t activation_bits; /* linear on q4m: 8 or 16 */
   int64_t scratch_nbytes;
   const float* x;        /* [rows, in_width] */
   const float* residual; /* add_rms_norm */

@@ -1,4 +1,4 @@
-"""The application when things go wrong behind it."""
+"""The application in this process: at the end of the context, and when things go wrong behind it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.build import build_engine
 from octavo.errors import OctavoError
 from octavo.server.app import create_app
+from serving import ENDLESS
 
 BODY = {"messages": [{"role": "user", "content": "the cat"}], "max_tokens": 5, "temperature": 0}
+CONTEXT = 512
 CHAT = "/v1/chat/completions"
 
 Scenario = Callable[[httpx.AsyncClient, FastAPI], Awaitable[None]]
@@ -25,7 +27,7 @@ Scenario = Callable[[httpx.AsyncClient, FastAPI], Awaitable[None]]
 
 def run(path: Path, scenario: Scenario) -> None:
     """Run a scenario against an app of its own, in this process."""
-    config = resolve({"model": str(path), "threads": 1, "max_model_len": 512}).config
+    config = resolve({"model": str(path), "threads": 1, "max_model_len": CONTEXT}).config
 
     async def main() -> None:
         app = create_app(build_engine(config))
@@ -44,6 +46,17 @@ def break_core(engine: AsyncEngine, error: BaseException) -> None:
         raise error
 
     engine._client._core.step = broken  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("limit", [{}, {"max_tokens": 10**9}, {"max_completion_tokens": 10**9}], ids=str)
+def test_an_answer_is_as_long_as_the_context_allows(tiny_path: Path, limit: dict[str, int]) -> None:
+    async def scenario(client: httpx.AsyncClient, app: FastAPI) -> None:
+        messages = [{"role": "user", "content": "x" * (CONTEXT - 60)}]
+        answer = await client.post(CHAT, json={"messages": messages, "logit_bias": ENDLESS} | limit)
+        assert answer.json()["choices"][0]["finish_reason"] == "length"
+        assert answer.json()["usage"]["total_tokens"] == CONTEXT
+
+    run(tiny_path, scenario)
 
 
 def test_a_dead_engine(tiny_path: Path, caplog: pytest.LogCaptureFixture) -> None:

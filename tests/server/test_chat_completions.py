@@ -149,14 +149,6 @@ def test_the_same_request_twice(client: OpenAI) -> None:
     assert first.choices == second.choices
 
 
-def test_without_a_limit_the_answer_fills_the_context(client: OpenAI) -> None:
-    messages = [{"role": "user", "content": "x" * (CONTEXT - 60)}]
-    for limit in ({}, {"max_tokens": 10**9}, {"max_completion_tokens": 10**9}):
-        answer = client.chat.completions.create(model=MODEL, messages=messages, **LONG, **limit)  # type: ignore[call-overload]
-        assert answer.choices[0].finish_reason == "length"
-        assert answer.usage.total_tokens == CONTEXT
-
-
 def test_text_parts_are_joined(client: OpenAI) -> None:
     parts = [{"type": "text", "text": "the"}, {"type": "text", "text": "cat"}]
     in_parts = ask(client, temperature=0, messages=[{"role": "user", "content": parts}])

@@ -38,24 +38,60 @@ OCTAVO_INLINE void for_each_tile(const OctavoOp& op, int num_rows, size_t row_nb
   }
 }
 
-template <class T>
-OCTAVO_INLINE void quantize_rows(const QuantizedRows<T>& to, const float* x, Worker& worker) {
+template <class Kind>
+OCTAVO_INLINE void quantize_rows(const QuantizedRows<Kind>& to, const float* x, Worker& worker) {
   for_each_row(to.num_tiles(), worker,
                [&](int64_t tile) { quantize_tile(to, static_cast<int>(tile), x); });
   end_phase(worker);
 }
 
-template <class T>
-OCTAVO_INLINE TileRows<T> tile_rows(const QuantizedRows<T>& from, int first_row) {
+template <class Kind>
+OCTAVO_INLINE TileRows<typename Kind::Quant> tile_rows(const QuantizedRows<Kind>& from,
+                                                       int first_row) {
   const size_t per_group = static_cast<size_t>(first_row) * from.groups();
   return {from.quants + static_cast<size_t>(first_row) * from.width, from.scales + per_group,
           from.sums + per_group};
 }
 
-static void linear_q4m(const OctavoOp& op, const Step& step, Worker& worker) {
+// The formats whose tiles want nothing but a panel and quantised rows.
+template <class Kind, class Block, class Tile>
+OCTAVO_INLINE void linear_quantized(const OctavoOp& op, const Step& step, Worker& worker, Tile tile) {
   const int num_rows = rows_of(op, step);
   char* end;
-  const QuantizedRows<int8_t> x(op.scratch, num_rows, op.in_width, &end);
+  const QuantizedRows<Kind> x(op.scratch, num_rows, op.in_width, &end);
+  const int groups = x.groups();
+  quantize_rows(x, op.x, worker);
+
+  const Block* weight = static_cast<const Block*>(op.weight);
+  for_each_tile(
+      op, num_rows, op.in_width * sizeof(typename Kind::Quant), worker, [](int64_t) {},
+      [&](int64_t panel, int row, int rows) {
+        with_rows<kRowTile>(rows, [&](auto r) {
+          tile(r, weight + panel * groups, groups, tile_rows(x, row), panel_out(op, row, panel));
+        });
+      });
+}
+
+static void linear_q4m(const OctavoOp& op, const Step& step, Worker& worker) {
+  linear_quantized<ForQ4m, Q4mBlock>(
+      op, step, worker,
+      [](auto r, const Q4mBlock* panel, int groups, TileRows<int16_t> rows, const PanelOut& to) {
+        q4m_tile<decltype(r)::value>(panel, groups, rows, to);
+      });
+}
+
+static void linear_q8(const OctavoOp& op, const Step& step, Worker& worker) {
+  linear_quantized<ForQ8, Q8Block>(
+      op, step, worker,
+      [](auto r, const Q8Block* panel, int groups, TileRows<int16_t> rows, const PanelOut& to) {
+        q8_tile<decltype(r)::value>(panel, groups, rows, to);
+      });
+}
+
+static void linear_q4m_rough(const OctavoOp& op, const Step& step, Worker& worker) {
+  const int num_rows = rows_of(op, step);
+  char* end;
+  const QuantizedRows<RoughForQ4m> x(op.scratch, num_rows, op.in_width, &end);
   const int groups = x.groups();
   quantize_rows(x, op.x, worker);
 
@@ -74,28 +110,10 @@ static void linear_q4m(const OctavoOp& op, const Step& step, Worker& worker) {
           const Q4mBlock* blocks = weight + panel * groups;
           const PanelOut to = panel_out(op, row, panel);
           if (unpack) {
-            q4m_tile<R, true>(blocks, unpacked, groups, tile_rows(x, row), to);
+            q4m_rough_tile<R, true>(blocks, unpacked, groups, tile_rows(x, row), to);
           } else {
-            q4m_tile<R, false>(blocks, nullptr, groups, tile_rows(x, row), to);
+            q4m_rough_tile<R, false>(blocks, nullptr, groups, tile_rows(x, row), to);
           }
-        });
-      });
-}
-
-static void linear_q8(const OctavoOp& op, const Step& step, Worker& worker) {
-  const int num_rows = rows_of(op, step);
-  char* end;
-  const QuantizedRows<int16_t> x(op.scratch, num_rows, op.in_width, &end);
-  const int groups = x.groups();
-  quantize_rows(x, op.x, worker);
-
-  const Q8Block* weight = static_cast<const Q8Block*>(op.weight);
-  for_each_tile(
-      op, num_rows, op.in_width * sizeof(int16_t), worker, [](int64_t) {},
-      [&](int64_t panel, int row, int rows) {
-        with_rows<kRowTile>(rows, [&](auto r) {
-          q8_tile<decltype(r)::value>(weight + panel * groups, groups, tile_rows(x, row),
-                                      panel_out(op, row, panel));
         });
       });
 }
@@ -116,7 +134,9 @@ static void linear_f32(const OctavoOp& op, const Step& step, Worker& worker) {
 
 static void linear(const OctavoOp& op, const Step& step, Worker& worker) {
   switch (op.format) {
-    case OCTAVO_FORMAT_Q4M: return linear_q4m(op, step, worker);
+    case OCTAVO_FORMAT_Q4M:
+      return op.activation_bits == 8 ? linear_q4m_rough(op, step, worker)
+                                     : linear_q4m(op, step, worker);
     case OCTAVO_FORMAT_Q8: return linear_q8(op, step, worker);
     default: return linear_f32(op, step, worker);
   }

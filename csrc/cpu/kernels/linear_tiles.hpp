@@ -59,9 +59,63 @@ OCTAVO_INLINE void add_scaled(F8 (&acc)[R][2], const I32x8 (&dot)[R][2], const H
   }
 }
 
-// -- q4m ----------------------------------------------------------------------------------------
+// Ask for the block that a pass over a panel reads next but one.
+template <class Block>
+OCTAVO_INLINE void prefetch_ahead(const Block& block) {
+  constexpr int kBlocks = 2;
+  const char* ahead = reinterpret_cast<const char*>(&block + kBlocks);
+  for (size_t line = 0; line < sizeof block; line += kAlignment) prefetch(ahead + line);
+}
 
-constexpr int kPrefetchBlocks = 2;
+// acc = fma(m, c, acc), for R rows and 16 outputs.
+template <int R>
+OCTAVO_INLINE void add_mins(F8 (&acc)[R][2], const Half* mins, const float* row_sums) {
+  const F8 low = load(mins);
+  const F8 high = load(mins + 8);
+  for (int row = 0; row < R; ++row) {
+    const F8 sum = broadcast(row_sums[row]);
+    acc[row][0] = fma(low, sum, acc[row][0]);
+    acc[row][1] = fma(high, sum, acc[row][1]);
+  }
+}
+
+// -- q4m, int16 activations ---------------------------------------------------------------------
+
+template <int R>
+OCTAVO_INLINE void q4m_tile(const Q4mBlock* panel, int groups, TileRows<int16_t> rows,
+                            const PanelOut& to) {
+  F8 acc[R][2];
+  for (int row = 0; row < R; ++row) acc[row][0] = acc[row][1] = zero();
+
+  for (int group = 0; group < groups; ++group) {
+    const Q4mBlock& block = panel[group];
+    prefetch_ahead(block);
+    I32x8 dot[R][2];
+    for (int row = 0; row < R; ++row) dot[row][0] = dot[row][1] = zero_i32();
+OCTAVO_UNROLL(8)
+    for (int quad = 0; quad < kGroup / 4; ++quad) {
+      const Bytes32 both = load_bytes(block.quants[quad]);
+      const Words16 low[2] = {low_even(both), low_odd(both)};
+      const Words16 high[2] = {high_even(both), high_odd(both)};
+OCTAVO_UNROLL(4)
+      for (int row = 0; row < R; ++row) {
+        for (int odd = 0; odd < 2; ++odd) {
+          const Words16 x = broadcast_pair(rows.quants + row * kGroup + 4 * quad + 2 * odd);
+          dot[row][0] = multiply_add(low[odd], x, dot[row][0]);
+          dot[row][1] = multiply_add(high[odd], x, dot[row][1]);
+        }
+      }
+    }
+    add_scaled<R>(acc, dot, block.scales, rows.scales);
+    add_mins<R>(acc, block.mins, rows.sums);
+    rows.quants += R * kGroup;
+    rows.scales += R;
+    rows.sums += R;
+  }
+  store_panel<R>(to, acc);
+}
+
+// -- q4m, int8 activations ----------------------------------------------------------------------
 
 // The nibbles of one block as bytes: [k / 4][n / 8][32], twice the size of Q4mBlock::quants.
 constexpr size_t kUnpackedBlock = 2 * sizeof(Q4mBlock::quants);
@@ -78,17 +132,14 @@ OCTAVO_INLINE void unpack_panel(const Q4mBlock* panel, int groups, uint8_t* unpa
 
 // `unpacked` is the panel's nibbles as bytes, or null to take them from the panel itself.
 template <int R, bool kUnpacked>
-OCTAVO_INLINE void q4m_tile(const Q4mBlock* panel, const uint8_t* unpacked, int groups,
-                            TileRows<int8_t> rows, const PanelOut& to) {
+OCTAVO_INLINE void q4m_rough_tile(const Q4mBlock* panel, const uint8_t* unpacked, int groups,
+                                  TileRows<int8_t> rows, const PanelOut& to) {
   F8 acc[R][2];
   for (int row = 0; row < R; ++row) acc[row][0] = acc[row][1] = zero();
 
   for (int group = 0; group < groups; ++group) {
     const Q4mBlock& block = panel[group];
-    if (!kUnpacked) {
-      const char* ahead = reinterpret_cast<const char*>(&block + kPrefetchBlocks);
-      for (size_t line = 0; line < sizeof block; line += kAlignment) prefetch(ahead + line);
-    }
+    if (!kUnpacked) prefetch_ahead(block);
     I16x16 sum[R][2];
     for (int row = 0; row < R; ++row) sum[row][0] = sum[row][1] = zero_i16();
 OCTAVO_UNROLL(8)
@@ -116,13 +167,7 @@ OCTAVO_UNROLL(4)
       dot[row][1] = add_pairs(sum[row][1]);
     }
     add_scaled<R>(acc, dot, block.scales, rows.scales);
-    const F8 min_low = load(block.mins);
-    const F8 min_high = load(block.mins + 8);
-    for (int row = 0; row < R; ++row) {
-      const F8 row_sum = broadcast(rows.sums[row]);
-      acc[row][0] = fma(min_low, row_sum, acc[row][0]);
-      acc[row][1] = fma(min_high, row_sum, acc[row][1]);
-    }
+    add_mins<R>(acc, block.mins, rows.sums);
     rows.quants += R * kGroup;
     rows.scales += R;
     rows.sums += R;
@@ -141,9 +186,7 @@ OCTAVO_INLINE void q8_tile(const Q8Block* panel, int groups, TileRows<int16_t> r
 
   for (int group = 0; group < groups; ++group) {
     const Q8Block& block = panel[group];
-    const char* ahead = reinterpret_cast<const char*>(&block + kPrefetchBlocks);
-    for (size_t line = 0; line < sizeof block; line += kAlignment) prefetch(ahead + line);
-
+    prefetch_ahead(block);
     I32x8 dot[R][2];
     for (int row = 0; row < R; ++row) dot[row][0] = dot[row][1] = zero_i32();
 OCTAVO_UNROLL(16)

@@ -5,18 +5,33 @@
 
 namespace octavo::OCTAVO_ISA {
 
-// The largest integer an activation becomes. int16 stays at 12 bits: a group's sum with int8
-// weights is then below 2^24 and converts to float exactly.
-OCTAVO_INLINE constexpr float largest_quant(int8_t) { return 127.0f; }
-OCTAVO_INLINE constexpr float largest_quant(int16_t) { return 4095.0f; }
+// What a row of activations is quantised to. A group's sum of products with its weights stays below
+// 2^24 in each, so it converts to float exactly.
+struct RoughForQ4m {
+  using Quant = int8_t;
+  static constexpr float kLargest = 127.0f;
+  static constexpr bool kSwapMiddle = false;
+};
+struct ForQ4m {
+  using Quant = int16_t;
+  static constexpr float kLargest = 32767.0f;
+  static constexpr bool kSwapMiddle = true;  // each four stored as 0 2 1 3: q4m's nibbles in words
+};
+struct ForQ8 {
+  using Quant = int16_t;
+  static constexpr float kLargest = 4095.0f;
+  static constexpr bool kSwapMiddle = false;
+};
 
 // Quantised rows, in tiles of kRowTile rows; the last tile may hold fewer, R of them:
 //
 //   quants  tile [group][R][32]     the order in which a pass over a panel reads them
 //   scales  tile [group][R]
 //   sums    tile [group][R]         scale * sum(quants), what a weight's min multiplies
-template <class T>
+template <class Kind>
 struct QuantizedRows {
+  using T = typename Kind::Quant;
+
   T* quants;
   float* scales;
   float* sums;
@@ -43,10 +58,11 @@ struct QuantizedRows {
 
 // One group: s = max|x| / Q, i = rint(x * (Q / max|x|)). A group so small that Q / max|x| overflows
 // counts as zeros. A group with an infinity or a NaN becomes NaN: scale and sum carry it on.
-template <class T>
-OCTAVO_INLINE void quantize_group(const float* x, T* quants, float* scale, float* sum) {
+template <class Kind>
+OCTAVO_INLINE void quantize_group(const float* x, typename Kind::Quant* quants, float* scale,
+                                  float* sum) {
   constexpr float kLargestFloat = 0x1.fffffep127f;
-  const float largest = largest_quant(T{});
+  constexpr float largest = Kind::kLargest;
   F8 v[4];
   I32x8 top = zero_i32();
   for (int i = 0; i < 4; ++i) {
@@ -60,7 +76,7 @@ OCTAVO_INLINE void quantize_group(const float* x, T* quants, float* scale, float
   const float inverse = largest / magnitude;
   const bool finite = magnitude <= kLargestFloat;
   if (!finite || inverse > kLargestFloat) {
-    memset(quants, 0, kGroup * sizeof(T));
+    memset(quants, 0, kGroup * sizeof *quants);
     *scale = *sum = finite ? 0.0f : __builtin_nanf("");
     return;
   }
@@ -69,24 +85,25 @@ OCTAVO_INLINE void quantize_group(const float* x, T* quants, float* scale, float
   for (int i = 0; i < 4; ++i) {
     q[i] = round_to_int(mul(v[i], broadcast(inverse)));
     total = add(total, q[i]);
+    if (Kind::kSwapMiddle) q[i] = swap_middle(q[i]);
   }
   store_narrow(quants, q);
   *scale = magnitude / largest;
   *sum = *scale * static_cast<float>(sum_lanes(total));
 }
 
-template <class T>
-OCTAVO_INLINE void quantize_tile(const QuantizedRows<T>& to, int tile, const float* x) {
+template <class Kind>
+OCTAVO_INLINE void quantize_tile(const QuantizedRows<Kind>& to, int tile, const float* x) {
   const int rows = to.rows_in_tile(tile);
   const size_t first = static_cast<size_t>(tile) * kRowTile;
   const size_t per_group = first * to.groups();
-  T* quants = to.quants + first * to.width;
+  auto* quants = to.quants + first * to.width;
   for (int row = 0; row < rows; ++row) {
     const float* from = x + (first + row) * to.width;
     for (int group = 0; group < to.groups(); ++group) {
       const size_t at = static_cast<size_t>(group) * rows + row;
-      quantize_group(from + group * kGroup, quants + at * kGroup, to.scales + per_group + at,
-                     to.sums + per_group + at);
+      quantize_group<Kind>(from + group * kGroup, quants + at * kGroup, to.scales + per_group + at,
+                           to.sums + per_group + at);
     }
   }
 }

@@ -106,6 +106,9 @@ OCTAVO_INLINE int32_t max_lanes(I32x8 a) {
   return _mm_cvtsi128_si32(_mm_max_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
 }
 
+// In each four lanes, 0 2 1 3.
+OCTAVO_INLINE I32x8 swap_middle(I32x8 a) { return {_mm256_shuffle_epi32(a.v, 0xd8)}; }
+
 // Narrow 32 integers that fit.
 OCTAVO_INLINE void store_narrow(int16_t* p, const I32x8 (&a)[4]) {
   for (int i = 0; i < 2; ++i) {
@@ -165,11 +168,22 @@ OCTAVO_INLINE I16x16 multiply_add(Bytes32 weights, Bytes32 activations, I16x16 s
 }
 OCTAVO_INLINE I32x8 add_pairs(I16x16 a) { return {_mm256_madd_epi16(a.v, _mm256_set1_epi16(1))}; }
 
-// -- dot products of 8-bit weights with int16 activations ---------------------------------------
+// -- dot products with int16 activations --------------------------------------------------------
 
 struct Words16 {
   __m256i v;
 };
+
+// Nibbles of a row of Q4mBlock::quants as words: of outputs 0..7 (low) or 8..15 (high), each dword
+// holding k = 4j, 4j + 2 (even) or 4j + 1, 4j + 3 (odd) of one output.
+OCTAVO_INLINE Words16 low_even(Bytes32 a) { return {_mm256_and_si256(a.v, _mm256_set1_epi16(15))}; }
+OCTAVO_INLINE Words16 low_odd(Bytes32 a) {
+  return {_mm256_and_si256(_mm256_srli_epi16(a.v, 8), _mm256_set1_epi16(15))};
+}
+OCTAVO_INLINE Words16 high_even(Bytes32 a) {
+  return {_mm256_and_si256(_mm256_srli_epi16(a.v, 4), _mm256_set1_epi16(15))};
+}
+OCTAVO_INLINE Words16 high_odd(Bytes32 a) { return {_mm256_srli_epi16(a.v, 12)}; }
 
 // 16 int8 weights, widened.
 OCTAVO_INLINE Words16 load_widened(const int8_t* p) {

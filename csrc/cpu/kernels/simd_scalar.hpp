@@ -183,6 +183,14 @@ OCTAVO_INLINE int32_t max_lanes(I32x8 a) {
   for (int i = 1; i < 8; ++i) top = a.v[i] > top ? a.v[i] : top;
   return top;
 }
+OCTAVO_INLINE I32x8 swap_middle(I32x8 a) {
+  for (int i = 0; i < 8; i += 4) {
+    const int32_t second = a.v[i + 1];
+    a.v[i + 1] = a.v[i + 2];
+    a.v[i + 2] = second;
+  }
+  return a;
+}
 template <class T>
 OCTAVO_INLINE void store_narrow(T* p, const I32x8 (&a)[4]) {
   for (int i = 0; i < 32; ++i) p[i] = static_cast<T>(a[i / 8].v[i % 8]);
@@ -231,11 +239,22 @@ OCTAVO_INLINE I32x8 add_pairs(I16x16 a) {
   return r;
 }
 
-// -- dot products of 8-bit weights with int16 activations ---------------------------------------
+// -- dot products with int16 activations --------------------------------------------------------
 
 struct Words16 {
   int16_t v[16];
 };
+
+// Word i is byte 2 i + odd, its low or high nibble.
+OCTAVO_INLINE Words16 nibble_words(Bytes32 a, int odd, int shift) {
+  Words16 r;
+  for (int i = 0; i < 16; ++i) r.v[i] = static_cast<int16_t>(a.v[2 * i + odd] >> shift & 15);
+  return r;
+}
+OCTAVO_INLINE Words16 low_even(Bytes32 a) { return nibble_words(a, 0, 0); }
+OCTAVO_INLINE Words16 low_odd(Bytes32 a) { return nibble_words(a, 1, 0); }
+OCTAVO_INLINE Words16 high_even(Bytes32 a) { return nibble_words(a, 0, 4); }
+OCTAVO_INLINE Words16 high_odd(Bytes32 a) { return nibble_words(a, 1, 4); }
 
 OCTAVO_INLINE Words16 load_widened(const int8_t* p) {
   Words16 r;

@@ -39,13 +39,22 @@ class ProgramBuilder:
     """Collects the ops of one program.
 
     format_of: which format holds the named checkpoint tensors, stacked; asked once per weight.
-    kv_dtype: the element type of the KV cache.
+    kv_dtype: the element type of the KV cache. activation_bits: what activations are quantised to
+    where they meet weights of 4 bits.
     """
 
-    def __init__(self, name: str, *, format_of: Callable[[tuple[str, ...]], Format], kv_dtype: DType) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        format_of: Callable[[tuple[str, ...]], Format],
+        kv_dtype: DType,
+        activation_bits: int = 16,
+    ) -> None:
         self._name = name
         self._format_of = format_of
         self._kv_dtype = kv_dtype
+        self._activation_bits = activation_bits
         self._ops: list[Op] = []
         self._weights: dict[str, Weight] = {}
         self._ropes: list[RopeTable] = []
@@ -128,7 +137,8 @@ class ProgramBuilder:
             if bias.shape != (weight.shape[0],):
                 raise ProgramError(f"bias {bias} {bias.shape} does not fit {weight} {weight.shape}")
         out = self._buf((x.rows, weight.shape[0]))
-        return self._emit(Linear(out=out, x=x, weight=weight, bias=bias))
+        bits = self._activation_bits if weight.format is Format.Q4M else 16
+        return self._emit(Linear(out=out, x=x, weight=weight, bias=bias, activation_bits=bits))
 
     def rotary_store_kv(self, qkv: Buf, kv: KV, rope: RopeTable, *, q_heads: int) -> Buf:
         """[T, (H + 2 HK) D] -> q [T, H D]; k and v go to the cache."""

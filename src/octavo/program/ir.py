@@ -297,19 +297,28 @@ class Linear(Op):
     """out = x W^T + bias.   x [*, K] f32, W [N, K], bias [N] f32 or none, out [*, N] f32.
 
     f32      acc = fma(W[n, k], x[k], acc) for k = 0 .. K-1.
-    q4m      x is quantised per row and group of 32: s = max|x| / 127, i = rint(x * (127 / max|x|)) int8,
-             c = s * sum(i). A group so small that 127 / max|x| overflows counts as zeros: s = 0, i = 0.
-             A group with an infinity or a NaN makes its row NaN.
+    q4m      x is quantised per row and group of 32: s = max|x| / top, i = rint(x * (top / max|x|))
+             (s = 0 and i = 0 in a group of zeros), c = s * sum(i); top as `activation_top` says.
              For each group in order: acc = fma(float(sum_k q*i), d * s, acc); acc = fma(m, c, acc).
-    q8       as q4m with int16: 4095 instead of 127 (a group's integer sum stays below 2**24, so its
-             conversion to f32 is exact), and no m.
-    Then acc + bias. rint rounds half to even; all products and quotients above round as f32.
+    q8       likewise, without m.
+    Then acc + bias. rint rounds half to even; all products and quotients above round as f32. A group's
+    integer sums stay below 2**24, so their conversion to f32 is exact.
+
+    activation_bits: 16, or 8 where weights of 4 bits allow it: half the work and a rougher answer.
     """
 
     x: Buf
     weight: Weight
     bias: Weight | None = None
+    activation_bits: int = 16
     kind: ClassVar[str] = "linear"
+
+    @property
+    def activation_top(self) -> int:
+        """The largest integer that a quantised activation becomes."""
+        if self.weight.format is Format.Q8:
+            return 4095
+        return 127 if self.activation_bits == 8 else 32767
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

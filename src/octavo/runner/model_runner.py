@@ -65,6 +65,7 @@ class ModelRunner(abc.ABC):
             self.checkpoint.architecture,
             format_of=self.checkpoint.format_of,
             kv_dtype=_kv_dtype(config, backend),
+            activation_bits=config.activation_bits,
         )
         self.program = build(builder, self.checkpoint.config, self.max_model_len)
         self.checkpoint.check_all_used(part for weight in self.program.weights for part in weight.parts)

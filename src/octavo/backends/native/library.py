@@ -14,7 +14,7 @@ from pathlib import Path
 from octavo.errors import ConfigError
 
 LIBRARY_NAME = "liboctavo_cpu.so"
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 _Pointer = ctypes.c_void_p
 _I32 = ctypes.c_int32
@@ -85,7 +85,7 @@ class OpDesc(ctypes.Structure):
         ("window", _I32),
         ("scale", _F32),
         ("eps", _F32),
-        ("reserved", _I32),
+        ("activation_bits", _I32),
         ("scratch_nbytes", _I64),
         ("x", _Pointer),
         ("residual", _Pointer),
@@ -174,9 +174,10 @@ def why_unavailable() -> str | None:
 @functools.cache
 def _try_load() -> tuple[ctypes.CDLL | None, str | None]:
     folders = _package_folders()
-    path = next((p for p in (folder / LIBRARY_NAME for folder in folders) if p.is_file()), None)
-    if path is None:
+    found = [path for path in (folder / LIBRARY_NAME for folder in folders) if path.is_file()]
+    if not found:
         return None, f"there is no {LIBRARY_NAME} in {', '.join(map(str, folders))}"
+    path = max(found, key=lambda path: path.stat().st_mtime)  # the one built last
     try:
         library = ctypes.CDLL(str(path))
         version = int(library.octavo_version())
@@ -191,8 +192,8 @@ def _try_load() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def _package_folders() -> list[Path]:
-    """Where this package's files may lie: in an editable install the library is in site-packages and
-    the sources elsewhere, and the package's path lists both."""
+    """Where this package's files may lie. In an editable install pip puts the library into site-packages
+    and leaves the sources where they are; a developer's own build goes next to the sources."""
     import octavo.backends.native as package
 
     return [Path(folder) for folder in dict.fromkeys([*package.__path__, str(Path(__file__).parent)])]

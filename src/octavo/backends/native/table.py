@@ -47,7 +47,9 @@ class NativeKernelTable:
                 _require_lanes("rows", op.out.width)
                 return Kernel(op.kind)
             case Linear():
-                return Kernel(f"linear_{op.weight.format}", self._linear_scratch(op, limits))
+                rough = op.weight.format is Format.Q4M and op.activation_bits == 8
+                name = f"linear_{op.weight.format}{'_a8' if rough else ''}"
+                return Kernel(name, self._linear_scratch(op, limits, rough=rough))
             case RotaryStoreKV():
                 _require_lanes("heads", op.kv.head_dim)
                 scratch = self._num_threads * _align(op.kv.head_dim * _F32)
@@ -75,12 +77,12 @@ class NativeKernelTable:
             return rows * width * _F32
         return rows * (width // GROUP) * weight.format.group_nbytes
 
-    def _linear_scratch(self, op: Linear, limits: Limits) -> int:
-        """Quantised rows, their scales and sums; for q4m, a panel's unpacked nibbles per thread."""
+    def _linear_scratch(self, op: Linear, limits: Limits, *, rough: bool) -> int:
+        """Quantised rows, their scales and sums; for int8 ones, a panel's unpacked nibbles per thread."""
         if op.weight.format is Format.F32:
             return 0
         rows, width = limits.of(op.x.rows), op.x.width
-        element, unpacked = (1, PANEL * width) if op.weight.format is Format.Q4M else (2, 0)
+        element, unpacked = (1, PANEL * width) if rough else (2, 0)
         per_group = _align(rows * (width // GROUP) * _F32)
         return _align(rows * width * element) + 2 * per_group + self._num_threads * unpacked
 

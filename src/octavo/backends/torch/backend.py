@@ -223,7 +223,7 @@ class TorchBackend:
 
     def _linear(self, op: Linear, step: _Step) -> None:
         out = self._buf(op.out, step)
-        linear(self._buf(op.x, step), self._weights[op.weight.id], out)
+        linear(self._buf(op.x, step), self._weights[op.weight.id], out, op.activation_top)
         if op.bias is not None:
             out += self._dense(op.bias)
 

@@ -14,7 +14,6 @@ from octavo.quantization.formats import GROUP, Format
 
 #: Rows of every matrix product. Few enough that decoding one token does not cost a prefill.
 ROWS = 16
-_ACTIVATION_MAX = {Format.Q4M: 127.0, Format.Q8: 4095.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,27 +26,25 @@ class QuantizedWeight:
     m: torch.Tensor | None
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, out: torch.Tensor) -> None:
-    """out[n, N] = x[n, K] W^T, in tiles of ROWS rows."""
-    apply = _quantized_tile if isinstance(weight, QuantizedWeight) else _dense_tile
+def linear(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, out: torch.Tensor, top: int) -> None:
+    """out[n, N] = x[n, K] W^T, in tiles of ROWS rows. top: the largest integer of a quantised x."""
     for start in range(0, x.shape[0], ROWS):
         tile = x[start : start + ROWS]
         count = tile.shape[0]
         if count < ROWS:
             tile = torch.cat([tile, tile.new_zeros(ROWS - count, tile.shape[1])])
-        out[start : start + count] = apply(tile, weight)[:count]  # type: ignore[arg-type]
+        if isinstance(weight, QuantizedWeight):
+            product = _quantized_tile(tile, weight, float(top))
+        else:
+            product = torch.mm(tile, weight.t())
+        out[start : start + count] = product[:count]
 
 
-def _dense_tile(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.mm(x, weight.t())
-
-
-def _quantized_tile(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+def _quantized_tile(x: torch.Tensor, weight: QuantizedWeight, top: float) -> torch.Tensor:
     """The contract's quantised arithmetic. Integer sums of a group stay below 2**24, so f32 products
     hold them exactly in any order."""
     rows, k = x.shape
     groups = k // GROUP
-    top = _ACTIVATION_MAX[weight.format]
     x = x.view(rows, groups, GROUP)
     peak = x.abs().amax(dim=2)
     inverse = top / peak
