@@ -91,13 +91,17 @@ class Rig:
         weights: Mapping[str, Rows | list[Rows]] | None = None,
         formats: Mapping[str, Format] | None = None,
         kv_dtype: DType = DType.F32,
+        activation_bits: int = 16,
         limits: Limits | None = None,
         num_blocks: int = 64,
         seed: int = 0,
     ) -> None:
         formats = formats or {}
         builder = ProgramBuilder(
-            "test", format_of=lambda parts: formats.get(parts[0], Format.F32), kv_dtype=kv_dtype
+            "test",
+            format_of=lambda parts: formats.get(parts[0], Format.F32),
+            kv_dtype=kv_dtype,
+            activation_bits=activation_bits,
         )
         self.program: Program = builder.build(build(builder))
         self.limits = limits or Limits(max_tokens=96, max_seqs=8, max_sampled=96, max_model_len=256)

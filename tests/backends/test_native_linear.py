@@ -31,7 +31,9 @@ pytestmark = pytest.mark.skipif(not library.available(), reason="the native libr
 
 MakeRig = Callable[..., Rig]
 FORMATS = list(Format)
-LARGEST_QUANT = {Format.Q4M: 127, Format.Q8: 4095}
+#: Formats, each with the bits of the activations it meets, and their largest integers.
+KINDS = [(Format.F32, 16), (Format.Q4M, 16), (Format.Q4M, 8), (Format.Q8, 16)]
+LARGEST_QUANT = {(Format.Q4M, 16): 32767, (Format.Q4M, 8): 127, (Format.Q8, 16): 4095}
 MAX_ROWS = 67
 VARIANTS = [("scalar", 1), ("scalar", 2), ("auto", 1), ("auto", 2), ("auto", 3)]
 
@@ -60,7 +62,7 @@ def quantise(x: F32Array, largest: int) -> tuple[F32Array, F32Array, F32Array]:
     return quants, scales, scales * quants.sum(axis=2, dtype=np.float32)
 
 
-def contract(x: F32Array, weight: Rows, format_: Format) -> F32Array:
+def contract(x: F32Array, weight: Rows, format_: Format, activation_bits: int = 16) -> F32Array:
     """Linear as program/ir.py spells it, operation by operation."""
     if format_ is Format.F32:
         w = weight.dequantize()
@@ -76,7 +78,7 @@ def contract(x: F32Array, weight: Rows, format_: Format) -> F32Array:
     else:
         m = None
         w_quants = block[:, :, 2:].view(np.int8).astype(np.int64)
-    quants, scales, sums = quantise(x, LARGEST_QUANT[format_])
+    quants, scales, sums = quantise(x, LARGEST_QUANT[format_, activation_bits])
     acc = np.zeros((len(x), len(d)), np.float32)
     for g in range(d.shape[1]):
         dot = quants[:, g].astype(np.int64) @ w_quants[:, g].T
@@ -87,38 +89,46 @@ def contract(x: F32Array, weight: Rows, format_: Format) -> F32Array:
     return acc
 
 
-@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize(("format_", "activation_bits"), KINDS)
 @pytest.mark.parametrize("bias", [False, True])
 def test_every_build_computes_the_contract_bit_for_bit(
-    make_rig: MakeRig, format_: Format, bias: bool
+    make_rig: MakeRig, format_: Format, activation_bits: int, bias: bool
 ) -> None:
     x = random_values("x", (9, 96))
     x[3] *= 1e-3  # rows of other magnitudes, a group of zeros, and what quantises to the ends
     x[4, 32:64] = 0
     x[5, :32] = np.where(np.arange(32) % 2, -7.5, 7.5)
+    x[6] = -x[6, 0]
     weight = stored(random_values("w", (37, 96)), format_)
-    expected = contract(x, weight, format_)
+    if format_.quantized:  # the largest integers there are: 15s, and -128s, with row 6 the largest sums
+        scales = 4 if format_ is Format.Q4M else 2
+        block = weight.raw[8].reshape(-1, format_.group_nbytes)
+        block[:, scales:] = 0xFF if format_ is Format.Q4M else 0x80
+    expected = contract(x, weight, format_, activation_bits)
     for isa, threads in VARIANTS:
         rig = make_rig(
             NativeBackend(threads, isa),
             linear(96, 37, bias=bias, rows=9),
             weights={"x": stored(x), "w": weight},
             formats={"w": format_},
+            activation_bits=activation_bits,
         )
         wanted = expected + rig.value("bias")[:, 0] if bias else expected
         assert_same_bits(rig.rows(range(9)), wanted, f"{isa}, {threads} threads")
 
 
-@pytest.mark.parametrize("format_", FORMATS)
-def test_close_to_float64(make_rig: MakeRig, format_: Format) -> None:
+@pytest.mark.parametrize(("format_", "activation_bits"), KINDS)
+def test_close_to_float64(make_rig: MakeRig, format_: Format, activation_bits: int) -> None:
     """f32: K roundings of partial sums, each at most UNIT of sum |w x|. Quantised activations add at
     most half a step, max|x| / largest, for each product."""
     columns = 96
-    rig = make_rig(NativeBackend(2), linear(columns, 40), formats={"w": format_})
+    rig = make_rig(
+        NativeBackend(2), linear(columns, 40), formats={"w": format_}, activation_bits=activation_bits
+    )
     x, w = rig.value("x").astype(np.float64), rig.value("w").astype(np.float64)
     bound = (columns + 3) * UNIT * np.abs(x) @ np.abs(w).T
     if format_ is not Format.F32:
-        steps = np.abs(x).reshape(len(x), -1, GROUP).max(axis=2) / LARGEST_QUANT[format_]
+        steps = np.abs(x).reshape(len(x), -1, GROUP).max(axis=2) / LARGEST_QUANT[format_, activation_bits]
         weights = np.abs(w).reshape(len(w), -1, GROUP).sum(axis=2)
         bound = bound + 0.501 * steps @ weights.T
     assert (np.abs(rig.rows(range(MAX_ROWS)) - x @ w.T) <= bound).all()
@@ -136,9 +146,11 @@ def test_f32_weights_have_any_width(make_rig: MakeRig, isa: str) -> None:
     assert_same_bits(rig.rows(range(5)), contract(narrow, rig.parts["w"][0], Format.F32))
 
 
-@pytest.mark.parametrize("format_", FORMATS)
-def test_a_row_alone_equals_itself_in_every_batch(make_rig: MakeRig, format_: Format) -> None:
-    rig = make_rig(NativeBackend(2), linear(160, 50), formats={"w": format_})
+@pytest.mark.parametrize(("format_", "activation_bits"), KINDS)
+def test_a_row_alone_equals_itself_in_every_batch(
+    make_rig: MakeRig, format_: Format, activation_bits: int
+) -> None:
+    rig = make_rig(NativeBackend(2), linear(160, 50), formats={"w": format_}, activation_bits=activation_bits)
     whole = rig.rows(range(MAX_ROWS))
     for rows in range(1, MAX_ROWS):
         assert_same_bits(rig.rows(range(rows)), whole[:rows], f"{rows} rows")
@@ -147,18 +159,28 @@ def test_a_row_alone_equals_itself_in_every_batch(make_rig: MakeRig, format_: Fo
     assert_same_bits(rig.rows(order), whole[order], "shuffled")
 
 
-@pytest.mark.parametrize("format_", FORMATS)
-def test_many_rows_and_panels_take_every_path(make_rig: MakeRig, format_: Format) -> None:
+@pytest.mark.parametrize(("format_", "activation_bits"), KINDS)
+def test_many_rows_and_panels_take_every_path(
+    make_rig: MakeRig, format_: Format, activation_bits: int
+) -> None:
     """Blocks of rows, chunks of panels, unpacking: 300 rows of 4096 columns do not fit one block."""
     limits = Limits(max_tokens=300, max_seqs=1, max_sampled=300, max_model_len=304)
-    rig = make_rig(NativeBackend(2), linear(4096, 530, rows=300), formats={"w": format_}, limits=limits)
+    rig = make_rig(
+        NativeBackend(2),
+        linear(4096, 530, rows=300),
+        formats={"w": format_},
+        activation_bits=activation_bits,
+        limits=limits,
+    )
     whole = rig.rows(range(300))
     for rows in ([0], [299], [7, 8, 120], list(range(40, 60))):
         assert_same_bits(rig.rows(rows), whole[rows])
 
 
-@pytest.mark.parametrize("format_", [Format.Q4M, Format.Q8])
-def test_what_is_not_finite_stays_in_its_row_and_shows(make_rig: MakeRig, format_: Format) -> None:
+@pytest.mark.parametrize(("format_", "activation_bits"), KINDS[1:])
+def test_what_is_not_finite_stays_in_its_row_and_shows(
+    make_rig: MakeRig, format_: Format, activation_bits: int
+) -> None:
     x = random_values("x", (6, 64))
     clean = x.copy()
     x[1, 5], x[2, 40], x[3, 0] = np.nan, np.inf, -np.inf
@@ -171,6 +193,7 @@ def test_what_is_not_finite_stays_in_its_row_and_shows(make_rig: MakeRig, format
                 linear(64, 20, rows=6),
                 weights={"x": stored(v)},
                 formats={"w": format_},
+                activation_bits=activation_bits,
             )
             for v in (x, clean)
         ]

@@ -26,10 +26,12 @@ NUM_BLOCKS = 200
 LIMITS = Limits(max_tokens=80, max_seqs=6, max_sampled=80, max_model_len=160)
 LAYERS = (Heads(6, 2, 16), Heads(6, 2, 16, window=24), Heads(6, 2, 16, window=24))
 MATRICES = [f"{i}.{name}" for i in range(len(LAYERS)) for name in ("qkv", "o", "gate_up", "down")]
+#: Formats of weights, type of the KV cache, bits of activations.
 MIXES = {
-    "f32": (dict.fromkeys(MATRICES, Format.F32), DType.F32),
-    "q4m, q8 head": ({**dict.fromkeys(MATRICES, Format.Q4M), "embed": Format.Q8}, DType.F16),
-    "q8, q4m head": ({**dict.fromkeys(MATRICES, Format.Q8), "embed": Format.Q4M}, DType.F16),
+    "f32": (dict.fromkeys(MATRICES, Format.F32), DType.F32, 16),
+    "q4m, q8 head": ({**dict.fromkeys(MATRICES, Format.Q4M), "embed": Format.Q8}, DType.F16, 16),
+    "q4m on int8": ({**dict.fromkeys(MATRICES, Format.Q4M), "embed": Format.Q8}, DType.F16, 8),
+    "q8, q4m head": ({**dict.fromkeys(MATRICES, Format.Q8), "embed": Format.Q4M}, DType.F16, 16),
 }
 
 
@@ -37,12 +39,13 @@ def model(
     make_rig: MakeRig, mix: str = "q4m, q8 head", threads: int = 2, isa: str = "auto", **options: Any
 ) -> Rig:
     """Three layers in three KV groups, tied head."""
-    formats, kv_dtype = MIXES[mix]
+    formats, kv_dtype, activation_bits = MIXES[mix]
     return make_rig(
         NativeBackend(threads, isa),
         tiny_model(vocab=VOCAB, layers=LAYERS, max_positions=LIMITS.max_model_len),
         formats=formats,
         kv_dtype=kv_dtype,
+        activation_bits=activation_bits,
         limits=LIMITS,
         num_blocks=NUM_BLOCKS,
         **options,
@@ -96,7 +99,7 @@ def test_any_workload_gives_each_sequence_its_own_bits(make_rig: MakeRig) -> Non
         st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), min_size=1, max_size=6), max_size=8
     )
 
-    @settings(max_examples=40)
+    @settings(max_examples=150)
     @given(
         rig=st.sampled_from(rigs),
         seeds=st.permutations(range(6)),

@@ -131,8 +131,9 @@ def test_quantised_arithmetic_is_near_and_row_invariant(tmp_path: Path, quantiza
         logits.append(runner.predict(ids))
     assert np.array_equal(logits[0], logits[1])
     difference = logits[0] - tiny.logits(ids)
-    # Measured: 0.033 and 0.0010. int8 activations have 127 steps to a group's largest, int16 ones 4095.
-    assert difference.std() / logits[0].std() < (0.06 if quantization == "Q4_1" else 0.002)
+    # int16 activations have 4095 steps to a group's largest with 8-bit weights (measured: 0.0010), and
+    # 32767 with 4-bit ones.
+    assert difference.std() / logits[0].std() < (0.0005 if quantization == "Q4_1" else 0.002)
 
 
 # -- rotation and the cache -----------------------------------------------------------------------

@@ -56,6 +56,7 @@ def hf(smollm2_path: Path) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its loader's own
         model = AutoModelForCausalLM.from_pretrained(
@@ -102,9 +103,9 @@ def test_torch_logits_are_as_exact_as_transformers(
     ours = runner(smollm2_path, backend=TorchBackend())
     texts = [list(chain(*prompts[:12])), *prompts[12:15]]
     single = [hf_logits(hf, ids) for ids in texts]
-    hf.double()
+    torch.nn.Module.double(hf)
     exact = [hf_logits(hf, ids) for ids in texts]
-    hf.float()
+    torch.nn.Module.float(hf)  # transformers' own refuses for a model that came from a GGUF
     unit = max(float(np.abs(s - e).max()) for s, e in zip(single, exact, strict=True))
     error = max(float(np.abs(ours.predict([ids])[0] - e).max()) for ids, e in zip(texts, exact, strict=True))
     print(f"max |logits - float64|: transformers {unit:.2e}, torch backend {error:.2e}")

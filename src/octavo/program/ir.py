@@ -304,13 +304,13 @@ class Linear(Op):
     Then acc + bias. rint rounds half to even; all products and quotients above round as f32. A group's
     integer sums stay below 2**24, so their conversion to f32 is exact.
 
-    activation_bits: 16, or 8 where weights of 4 bits allow it: half the work and a rougher answer.
+    activation_bits: with q4m, 16 or 8: half the work and a rougher answer.
     """
 
     x: Buf
     weight: Weight
     bias: Weight | None = None
-    activation_bits: int = 16
+    activation_bits: int | None = None
     kind: ClassVar[str] = "linear"
 
     @property

@@ -230,7 +230,7 @@ class _OpWriter:
 
     def _linear(self, desc: OpDesc, op: Linear) -> None:
         desc.kind = OpCode.LINEAR
-        desc.activation_bits = op.activation_bits
+        desc.activation_bits = op.activation_bits or 0
         self._read(desc, op.x)
         desc.format = _FORMATS[op.weight.format]
         desc.weight = self._weight(op.weight)

@@ -47,7 +47,7 @@ def _quantized_tile(x: torch.Tensor, weight: QuantizedWeight, top: float) -> tor
     groups = k // GROUP
     x = x.view(rows, groups, GROUP)
     peak = x.abs().amax(dim=2)
-    inverse = top / peak
+    inverse = torch.full_like(peak, top) / peak  # a scalar over a tensor would round twice
     as_zeros = torch.isinf(inverse)
     inverse = torch.where(as_zeros, 0.0, inverse)
     scale = torch.where(as_zeros, 0.0, peak / top)
