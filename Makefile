@@ -42,6 +42,7 @@ lint: $(STAMP)  ## ruff, mypy --strict and the layering contract
 	$(BIN)/lint-imports --no-cache
 
 bench: $(STAMP)  ## Benchmarks; the last line of each is JSON
+	$(BIN)/python benchmarks/steps.py
 	$(BIN)/python benchmarks/offline.py
 
 docs: $(STAMP)  ## Make the generated pages of docs/ anew

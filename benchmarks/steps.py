@@ -1,0 +1,97 @@
+"""What a step costs: decoding at several batch sizes and one prefill, with 16-bit and 8-bit activations.
+
+Runs the model runner alone, without scheduler or sampling, on the default model. The two widths take turns,
+so that a noisy neighbour hits both. The last line of standard output is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+
+from rich.console import Console
+from rich.table import Table
+
+from octavo import ModelRunner
+from octavo.config.resolve import resolve
+from octavo.platforms import cpu
+from octavo.program.ir import BLOCK_SIZE
+
+BATCHES = (1, 2, 4, 8, 16, 32)
+PREFILL = 512
+
+
+def make_runner(activation_bits: int, context: int) -> ModelRunner:
+    settings = {"activation_bits": activation_bits, "max_model_len": 2048, "backend": "native"}
+    runner = ModelRunner("smollm2-135m-instruct", resolve(settings).config)
+    runner.load(max(BATCHES) * (context // BLOCK_SIZE + 1) + PREFILL // BLOCK_SIZE)
+    return runner
+
+
+def step(runner: ModelRunner, num_seqs: int, tokens_each: int, context: int) -> float:
+    """Seconds of one step in which each sequence gets some tokens on top of its context."""
+    inputs, blocks = runner.inputs, -(-(context + tokens_each) // BLOCK_SIZE)
+    for s in range(num_seqs):
+        span = slice(s * tokens_each, (s + 1) * tokens_each)
+        positions = range(context, context + tokens_each)
+        inputs.positions[span] = positions
+        inputs.token_ids[span] = [1000 + s] * tokens_each
+        inputs.block_table[0, s, :blocks] = range(s * blocks, (s + 1) * blocks)
+        inputs.slot_mapping[0, span] = [s * blocks * BLOCK_SIZE + p for p in positions]
+        inputs.cu_q[s + 1] = (s + 1) * tokens_each
+        inputs.seq_lens[s] = context + tokens_each
+        inputs.sampled_rows[s] = (s + 1) * tokens_each - 1
+    started = time.perf_counter()
+    runner.backend.run(num_seqs * tokens_each, num_seqs, num_seqs)
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--context", type=int, default=256, help="positions before a decoded token")
+    args = parser.parse_args()
+    runners = {bits: make_runner(bits, args.context) for bits in (16, 8)}
+    shapes = [(f"decode, batch {n}", n, 1, args.context) for n in BATCHES]
+    shapes.append((f"prefill of {PREFILL}", 1, PREFILL, 0))
+    rows = []
+    for name, num_seqs, tokens_each, context in shapes:
+        seconds: dict[int, list[float]] = {bits: [] for bits in runners}
+        for _ in range(args.repeats + 1):
+            for bits, runner in runners.items():
+                seconds[bits].append(step(runner, num_seqs, tokens_each, context))
+        medians = {bits: statistics.median(times[1:]) for bits, times in seconds.items()}
+        rows.append(
+            {
+                "step": name,
+                "ms_16": round(medians[16] * 1e3, 2),
+                "ms_8": round(medians[8] * 1e3, 2),
+                "ratio": round(medians[16] / medians[8], 2),
+                "tokens_per_s_16": round(num_seqs * tokens_each / medians[16]),
+                "tokens_per_s_8": round(num_seqs * tokens_each / medians[8]),
+            }
+        )
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console(stderr=True).print(table)
+    result = {
+        "benchmark": "steps",
+        "cpu": cpu.name(),
+        "threads": cpu.num_threads(),
+        "python": platform.python_version(),
+        "model": "smollm2-135m-instruct",
+        "context": args.context,
+        "repeats": args.repeats,
+        "steps": rows,
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
