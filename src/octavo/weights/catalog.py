@@ -188,11 +188,12 @@ def _ended(process: subprocess.Popen[bytes]) -> bool:
 
 def _largest_file(folder: Path) -> int:
     largest = 0
-    for path in folder.rglob("*"):
-        try:
-            largest = max(largest, path.stat().st_size if path.is_file() else 0)
-        except OSError:
-            continue  # pip moves its files while we look
+    for parent, _, names in os.walk(folder):  # passes over directories that pip removes meanwhile
+        for name in names:
+            try:
+                largest = max(largest, os.stat(os.path.join(parent, name)).st_size)
+            except OSError:
+                continue  # pip moves its files while we look
     return largest
 
 
