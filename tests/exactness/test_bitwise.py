@@ -32,7 +32,7 @@ class Suite:
     solo: Trace
     block_nbytes: int
 
-    def check(self, trace: Trace) -> None:
+    def assert_equals_solo(self, trace: Trace) -> None:
         differing = self.solo.differences(trace, self.prompts)
         assert not differing, "\n".join(differing)
 
@@ -66,7 +66,7 @@ def test_in_random_batches(suite: Suite) -> None:
     with suite.make(max_num_seqs=16, max_num_batched_tokens=256) as llm:
         for seed in (1, 2):
             random.Random(seed).shuffle(order)
-            suite.check(run(llm, suite.prompts, order=order))
+            suite.assert_equals_solo(run(llm, suite.prompts, order=order))
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -94,9 +94,9 @@ def _filled(trace: Trace, solo: Trace) -> Trace:
 
 def test_with_a_warm_prefix_cache(suite: Suite) -> None:
     with suite.make(max_num_seqs=8, prefix_caching=True) as llm:
-        suite.check(run(llm, suite.prompts))
+        suite.assert_equals_solo(run(llm, suite.prompts))
         warm = run(llm, suite.prompts)
-    suite.check(warm)
+    suite.assert_equals_solo(warm)
     reusable = sum((len(prompt) - 1) // 16 * 16 for prompt in suite.prompts)
     assert warm.cached_tokens == reusable, "a warm cache holds every full block but the last token's"
 
@@ -108,7 +108,7 @@ def test_preempted_and_resumed(suite: Suite, prefix_caching: bool, monkeypatch: 
     gib = BLOCKS * 1.5 * suite.block_nbytes / 2**30
     with suite.make(max_num_seqs=16, kv_cache_gib=gib, prefix_caching=prefix_caching) as llm:
         assert llm.info.bill.num_blocks == BLOCKS * 1.5
-        suite.check(run(llm, suite.prompts))
+        suite.assert_equals_solo(run(llm, suite.prompts))
     assert len(preempted) > len(suite.prompts) // 4
 
 
@@ -130,4 +130,4 @@ def _preempt_at_random(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_one_thread_equals_two(suite: Suite) -> None:
     with suite.make(max_num_seqs=8, threads=1) as llm:
-        suite.check(run(llm, suite.prompts))
+        suite.assert_equals_solo(run(llm, suite.prompts))

@@ -103,7 +103,10 @@ def test_token_ids_are_those_of_the_model(field: str, token_id: int) -> None:
 
 
 def test_token_ids_at_the_ends() -> None:
-    SamplingParams(logit_bias={0: 1, 99: 1}, stop_token_ids=(0, 99)).check_vocabulary(100)
+    params = SamplingParams(logit_bias={0: 1, 99: 1}, stop_token_ids=(0, 99))
+    params.check_vocabulary(100)
+    with pytest.raises(InvalidRequestError, match="token 99"):
+        params.check_vocabulary(99)
 
 
 def test_greedy() -> None:

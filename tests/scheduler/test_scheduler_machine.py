@@ -115,7 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.drain()
 
 
-def run_machine(max_examples: int) -> None:
+def assert_machine_holds(max_examples: int) -> None:
     """Run so many stories."""
     options = settings(
         max_examples=max_examples,
@@ -128,10 +128,10 @@ def run_machine(max_examples: int) -> None:
 
 def test_any_story_ends_well() -> None:
     """A short search."""
-    run_machine(60)
+    assert_machine_holds(60)
 
 
 @pytest.mark.slow
 def test_any_of_many_stories_ends_well() -> None:
     """A longer one."""
-    run_machine(2_000)
+    assert_machine_holds(2_000)

@@ -390,7 +390,7 @@ class RandomLoad:
         )
 
 
-def soak(num_steps: int, first_seed: int) -> None:
+def assert_soak_is_exact(num_steps: int, first_seed: int) -> None:
     """Execute `num_steps` steps of random load, about 100 for each of as many seeds as it takes."""
     executed = preemptions = cached = faults = finished = 0
     seed = first_seed
@@ -419,13 +419,13 @@ def soak(num_steps: int, first_seed: int) -> None:
 
 def test_random_load_answers_as_alone() -> None:
     """5,000 steps over all layouts and policies."""
-    soak(5_000, first_seed=0)
+    assert_soak_is_exact(5_000, first_seed=0)
 
 
 @pytest.mark.slow
 def test_long_random_load_answers_as_alone() -> None:
     """100,000 steps over all layouts and policies."""
-    soak(100_000, first_seed=1_000_000)
+    assert_soak_is_exact(100_000, first_seed=1_000_000)
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])

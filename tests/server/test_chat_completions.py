@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -386,8 +387,9 @@ def test_clients_who_leave_at_once_or_while_queued(server: Server, streaming: bo
         connections.append(connection)
     for connection in connections[::2]:
         connection.close()
+    deadline = time.monotonic() + 30
     while server.health()["requests"] != len(connections[1::2]):
-        pass
+        assert time.monotonic() < deadline, server.health()
     for connection in connections[1::2]:
         connection.close()
     server.wait_until_idle(3)
