@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.backends.torch.elementwise import EXP_MAX, EXP_MIN, exp, rms_norm, silu_gate, tree_sum
+from octavo.backends.torch.elementwise import EXP_MAX, EXP_MIN, exp, gate, rms_norm, tanh, tree_sum
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,8 @@ OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "exp": lambda x: exp(-x.abs()),
     "tree_sum": tree_sum,
     "rms_norm": lambda x: rms_norm(x, torch.linspace(0.5, 1.5, x.shape[1]), 1e-5),
-    "silu_gate": silu_gate,
+    "silu_gate": lambda x: gate(x, "silu"),
+    "gelu_gate": lambda x: gate(x, "gelu_tanh"),
 }
 
 
@@ -93,7 +94,23 @@ def test_rms_norm_against_float64() -> None:
 
 def test_silu_gate_against_float64() -> None:
     x = torch.cat([torch.randn(20, 64) * 4, torch.linspace(-200, 200, 64).repeat(2, 1)])
-    gate, up = x.double().chunk(2, dim=1)
-    exact = torch.nn.functional.silu(gate) * up
-    error = (silu_gate(x) - exact).abs()
+    gated, up = x.double().chunk(2, dim=1)
+    exact = torch.nn.functional.silu(gated) * up
+    error = (gate(x, "silu") - exact).abs()
     assert (error <= 6 * 2**-24 * exact.abs() + 1e-30).all()
+
+
+def test_gelu_gate_against_float64() -> None:
+    """Where 1 + tanh cancels the error is a few units of the argument's own size."""
+    x = torch.cat([torch.randn(20, 64) * 4, torch.linspace(-30, 30, 64).repeat(2, 1)])
+    gated, up = x.double().chunk(2, dim=1)
+    exact = torch.nn.functional.gelu(gated, approximate="tanh") * up
+    error = (gate(x, "gelu_tanh") - exact).abs()
+    assert (error <= 8 * 2**-24 * (gated * up).abs() + 1e-30).all()
+
+
+def test_tanh_against_float64() -> None:
+    x = torch.cat([torch.linspace(-12, 12, 999), torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 1e-8])])
+    error = (tanh(x) - torch.tanh(x.double())).abs()
+    assert (error <= 4 * 2**-24).all()
+    assert tanh(torch.tensor([torch.nan])).isnan().all()

@@ -22,8 +22,9 @@ SMOLLM2 = {
     "head_dim": 64,
     "rotary_dim": 64,
     "rms_norm_eps": 1e-5,
-    "rope_theta": 100000.0,
-    "rope_scaling": None,
+    "model_type": "llama",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    "max_position_embeddings": 8192,
     "vocab_size": 49152,
     "tie_word_embeddings": True,
 }

@@ -92,8 +92,7 @@ def test_config(path: Path) -> None:
         "head_dim": 32,
         "rotary_dim": 32,
         "rms_norm_eps": float(np.float32(1e-5)),
-        "rope_theta": 1e5,
-        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
         "max_position_embeddings": 128,
         "vocab_size": 50,
         "tie_word_embeddings": True,
@@ -104,7 +103,7 @@ def test_what_config_leaves_out_has_defaults(path: Path) -> None:
     config = write(path, metadata={"attention.head_count_kv": None}).config
     assert config["num_key_value_heads"] == 4
     assert config["head_dim"] == config["rotary_dim"] == 16
-    assert config["rope_theta"] == 10000.0
+    assert config["rope_parameters"]["rope_theta"] == 10000.0
 
 
 def test_an_output_matrix_is_an_untied_head(path: Path) -> None:
@@ -250,7 +249,7 @@ def test_nothing_is_read_after_close(path: Path) -> None:
 def test_smollm2(smollm2_path: Path) -> None:
     checkpoint = Checkpoint(smollm2_path)
     assert checkpoint.config["num_hidden_layers"] == 30
-    assert checkpoint.config["rope_theta"] == 100000.0
+    assert checkpoint.config["rope_parameters"]["rope_theta"] == 100000.0
     assert checkpoint.config["tie_word_embeddings"]
     assert checkpoint.config["vocab_size"] == 49152
     assert checkpoint.config["max_position_embeddings"] == 8192

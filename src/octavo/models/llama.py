@@ -1,27 +1,66 @@
-"""The Llama family: pre-norm blocks of grouped-query attention and a SiLU-gated MLP.
+"""The Llama family: pre-norm blocks of grouped-query attention and a gated MLP.
 
-Touvron et al., "LLaMA" and "Llama 2"; SmolLM2 is of this family. Rule: a model file reads a config and
-emits ops; it computes nothing.
+Touvron et al., "LLaMA" and "Llama 2"; SmolLM2 is of this family. Close relatives differ in a field or
+two: Mistral has a sliding window, Qwen2 biases on q, k and v, Qwen3 norms q and k, Phi-3 fuses tensors and
+rotates part of a head, Granite multiplies what flows between blocks. Rule: a model file reads a config
+and emits ops; it computes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from octavo.errors import UnsupportedModelError
+from octavo.models.blocks import (
+    AttentionSpec,
+    Config,
+    activation_of,
+    attention,
+    attention_spec,
+    embedding_weight,
+    gated_mlp,
+    head,
+    rope_table,
+    window_of,
+)
 from octavo.program.builder import ProgramBuilder
-from octavo.program.ir import Buf, Program, RopeTable, Shard
-from octavo.program.rope import inverse_frequencies
+from octavo.program.ir import Buf, Program, RopeTable
 
 
-def build(b: ProgramBuilder, config: Mapping[str, Any], max_model_len: int) -> Program:
-    """The program of a Llama model, from its config under Hugging Face's keys."""
-    _check(config)
+@dataclass(frozen=True, slots=True)
+class _Relative:
+    """What one architecture does differently from Llama."""
+
+    bias: bool = False
+    norm_q_k: str | None = None
+    windowed: bool = False
+    fused: bool = False
+    rotates_part: bool = False
+    multiplies: bool = False
+
+
+_RELATIVES = {
+    "llama": _Relative(),
+    "mistral": _Relative(windowed=True),
+    "qwen2": _Relative(bias=True, windowed=True),
+    "qwen3": _Relative(norm_q_k="head", windowed=True),
+    "phi3": _Relative(fused=True, rotates_part=True, windowed=True),
+    "granite": _Relative(multiplies=True),
+}
+ARCHITECTURES = tuple(_RELATIVES)
+
+
+def build(b: ProgramBuilder, config: Config, max_model_len: int) -> Program:
+    """The program of a Llama model or a relative, from its config under Hugging Face's keys."""
+    relative = _RELATIVES[config["model_type"]]
+    _check(config, relative)
     hidden, eps = config["hidden_size"], config["rms_norm_eps"]
-    embed = b.weight("model.embed_tokens.weight", (config["vocab_size"], hidden), shard=Shard.ROWS)
-    rope = b.rope_table(inverse_frequencies(config["rotary_dim"], config["rope_theta"]), max_model_len)
-    residual = b.embedding(embed)
+    x_scale = float(config["residual_multiplier"]) if relative.multiplies else None
+    embed = embedding_weight(b, config)
+    rope = rope_table(b, config, max_model_len)
+    scale = float(config["embedding_multiplier"]) if relative.multiplies else 1.0
+    residual = b.embedding(embed, scale=scale)
     delta: Buf | None = None
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}"
@@ -29,54 +68,43 @@ def build(b: ProgramBuilder, config: Mapping[str, Any], max_model_len: int) -> P
         if delta is None:
             x = b.rms_norm(residual, norm, eps=eps)
         else:
-            x, residual = b.add_rms_norm(delta, residual, norm, eps=eps)
-        attended = _attention(b, config, name, x, rope)
+            x, residual = b.add_rms_norm(delta, residual, norm, eps=eps, x_scale=x_scale)
+        attended = attention(b, f"{name}.self_attn", x, _spec(config, relative, rope, layer))
         norm = b.weight(f"{name}.post_attention_layernorm.weight", (hidden,))
-        x, residual = b.add_rms_norm(attended, residual, norm, eps=eps)
-        delta = _mlp(b, config, name, x)
+        x, residual = b.add_rms_norm(attended, residual, norm, eps=eps, x_scale=x_scale)
+        delta = gated_mlp(
+            b, f"{name}.mlp", x, config["intermediate_size"],
+            activation=activation_of(config), fused=relative.fused,
+        )  # fmt: skip
     assert delta is not None
     norm = b.weight("model.norm.weight", (hidden,))
-    x, _ = b.add_rms_norm(delta, residual, norm, eps=eps)
-    head = embed
-    if not config["tie_word_embeddings"]:
-        head = b.weight("lm_head.weight", (config["vocab_size"], hidden), shard=Shard.ROWS)
-    return b.build(b.linear(b.gather_sampled(x), head))
+    x, _ = b.add_rms_norm(delta, residual, norm, eps=eps, x_scale=x_scale)
+    logits = head(b, config, x, embed)
+    if relative.multiplies:
+        logits = b.scale_logits(logits, scale=1.0 / float(config["logits_scaling"]))
+    return b.build(logits)
 
 
-def _attention(b: ProgramBuilder, config: Mapping[str, Any], name: str, x: Buf, rope: RopeTable) -> Buf:
-    hidden, dim = config["hidden_size"], config["head_dim"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    qkv = b.weight(
-        f"{name}.self_attn.qkv",
-        ((heads + 2 * kv_heads) * dim, hidden),
-        parts=tuple(f"{name}.self_attn.{p}_proj.weight" for p in "qkv"),
-        shard=Shard.ROWS,
-    )
-    output = b.weight(f"{name}.self_attn.o_proj.weight", (hidden, heads * dim), shard=Shard.COLUMNS)
-    kv = b.kv(kv_heads, dim)
-    q = b.rotary_store_kv(b.linear(x, qkv), kv, rope, q_heads=heads)
-    return b.linear(b.attention(q, kv, q_heads=heads, scale=dim**-0.5), output)
+def _spec(config: Config, relative: _Relative, rope: RopeTable, layer: int) -> AttentionSpec:
+    differences: dict[str, Any] = {
+        "bias": relative.bias or bool(config.get("attention_bias")),
+        "output_bias": bool(config.get("attention_bias")) and not relative.bias,
+        "norm_q_k": relative.norm_q_k,
+        "fused": relative.fused,
+    }
+    if relative.windowed:
+        differences["window"] = window_of(config, layer)
+    if relative.multiplies:
+        differences["scale"] = float(config["attention_multiplier"])
+    return attention_spec(config, rope, **differences)
 
 
-def _mlp(b: ProgramBuilder, config: Mapping[str, Any], name: str, x: Buf) -> Buf:
-    hidden, width = config["hidden_size"], config["intermediate_size"]
-    gate_up = b.weight(
-        f"{name}.mlp.gate_up",
-        (2 * width, hidden),
-        parts=tuple(f"{name}.mlp.{p}_proj.weight" for p in ("gate", "up")),
-        shard=Shard.ROWS,
-    )
-    down = b.weight(f"{name}.mlp.down_proj.weight", (hidden, width), shard=Shard.COLUMNS)
-    return b.linear(b.gated_activation(b.linear(x, gate_up), "silu"), down)
-
-
-def _check(config: Mapping[str, Any]) -> None:
-    if config["rope_scaling"] not in (None, "none"):
-        raise UnsupportedModelError(
-            f"rope scaling {config['rope_scaling']!r} is not served yet; only models without it are"
-        )
-    if config["rotary_dim"] != config["head_dim"] or config["head_dim"] % 2:
+def _check(config: Config, relative: _Relative) -> None:
+    whole = config["rotary_dim"] == config["head_dim"]
+    if config["head_dim"] % 2 or config["rotary_dim"] % 2 or not (whole or relative.rotates_part):
         raise UnsupportedModelError(
             f"rotation of {config['rotary_dim']} elements of heads of {config['head_dim']} is not served; "
             "only that of whole, even heads is"
         )
+    if config.get("mlp_bias"):
+        raise UnsupportedModelError("biases of the MLP (mlp_bias) are not served")

@@ -1,18 +1,20 @@
-"""Which file builds which architecture."""
+"""Which file builds which architecture, by Hugging Face's `model_type` (GGUF's names are alike)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from octavo.errors import UnsupportedModelError
-from octavo.models import llama
+from octavo.models import gemma, llama, olmo2
+from octavo.models.blocks import Config
 from octavo.program.builder import ProgramBuilder
 from octavo.program.ir import Program
 
-Build = Callable[[ProgramBuilder, Mapping[str, Any], int], Program]
+Build = Callable[[ProgramBuilder, Config, int], Program]
 
-MODELS: dict[str, Build] = {"llama": llama.build}
+MODELS: dict[str, Build] = {
+    name: family.build for family in (llama, gemma, olmo2) for name in family.ARCHITECTURES
+}
 
 
 def model_builder(architecture: str) -> Build:

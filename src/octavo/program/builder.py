@@ -11,6 +11,7 @@ from collections.abc import Callable
 from octavo.errors import ProgramError
 from octavo.program.ir import (
     KV,
+    Add,
     AddRMSNorm,
     Attention,
     Buf,
@@ -22,9 +23,11 @@ from octavo.program.ir import (
     Linear,
     Op,
     Program,
+    QKNorm,
     RMSNorm,
     RopeTable,
     RotaryStoreKV,
+    ScaleLogits,
     Shape,
     Shard,
     Weight,
@@ -32,7 +35,7 @@ from octavo.program.ir import (
 from octavo.program.kv_groups import assign_groups
 from octavo.quantization.formats import GROUP, Format
 
-ACTIVATIONS = ("silu",)
+ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 class ProgramBuilder:
@@ -70,8 +73,12 @@ class ProgramBuilder:
         *,
         parts: tuple[str, ...] | None = None,
         shard: Shard = Shard.REPLICATED,
+        offset: float = 0.0,
     ) -> Weight:
-        """A parameter, stacked by rows from `parts` of the checkpoint (default: the tensor `name`)."""
+        """A parameter, stacked by rows from `parts` of the checkpoint (default: the tensor `name`).
+
+        offset: added to a vector's elements when it is loaded.
+        """
         if name in self._weights:
             raise ProgramError(f"weight {name!r} is declared twice; keep the first handle to share it")
         parts = parts or (name,)
@@ -82,7 +89,9 @@ class ProgramBuilder:
             raise ProgramError(
                 f"weight {name!r} is {format_} with rows of {shape[1]}: not a multiple of its group, {GROUP}"
             )
-        weight = Weight(len(self._weights), name, shape, format_, parts, shard)
+        if offset and len(shape) != 1:
+            raise ProgramError(f"weight {name!r} is a matrix; only vectors are loaded with an offset")
+        weight = Weight(len(self._weights), name, shape, format_, parts, shard, offset)
         self._weights[name] = weight
         return weight
 
@@ -117,15 +126,28 @@ class ProgramBuilder:
         self._expect(x, weight.shape[0], weight)
         return self._emit(RMSNorm(out=self._buf(x.shape), x=x, weight=weight, eps=eps))
 
-    def add_rms_norm(self, x: Buf, residual: Buf, weight: Weight, *, eps: float) -> tuple[Buf, Buf]:
-        """(x, residual) -> (normed sum, sum), both [*, K]."""
+    def add(self, x: Buf, residual: Buf, *, x_scale: float | None = None) -> Buf:
+        """residual + x_scale * x, both [*, K]."""
+        self._handle(residual, "add")
+        self._expect(x, residual.width, "add")
+        if x.shape != residual.shape:
+            raise ProgramError(f"add adds {x} {x.shape} to {residual} {residual.shape}")
+        return self._emit(Add(out=self._buf(x.shape), x=x, residual=residual, x_scale=x_scale))
+
+    def add_rms_norm(
+        self, x: Buf, residual: Buf, weight: Weight, *, eps: float, x_scale: float | None = None
+    ) -> tuple[Buf, Buf]:
+        """(x, residual) -> (normed sum, sum), both [*, K]; the sum is residual + x_scale * x."""
         self._parameter(weight, 1, "add_rms_norm")
         self._expect(x, weight.shape[0], weight)
         self._expect(residual, weight.shape[0], weight)
         if x.shape != residual.shape:
             raise ProgramError(f"add_rms_norm adds {x} {x.shape} to {residual} {residual.shape}")
         total = self._buf(x.shape)
-        op = AddRMSNorm(out=self._buf(x.shape), x=x, residual=residual, weight=weight, eps=eps, out_sum=total)
+        op = AddRMSNorm(
+            out=self._buf(x.shape), x=x, residual=residual, weight=weight, eps=eps, out_sum=total,
+            x_scale=x_scale,
+        )  # fmt: skip
         return self._emit(op), total
 
     def linear(self, x: Buf, weight: Weight, *, bias: Weight | None = None) -> Buf:
@@ -139,6 +161,27 @@ class ProgramBuilder:
         out = self._buf((x.rows, weight.shape[0]))
         bits = self._activation_bits if weight.format is Format.Q4M else None
         return self._emit(Linear(out=out, x=x, weight=weight, bias=bias, activation_bits=bits))
+
+    def qk_norm(
+        self, qkv: Buf, q_weight: Weight, k_weight: Weight, *, q_heads: int, kv_heads: int, eps: float
+    ) -> Buf:
+        """[T, (H + 2 HK) D] -> the same, q and k normalised: per head by weights [D], or all heads of a
+        token together by weights [H D] and [HK D]."""
+        self._tokens(qkv, "qk_norm")
+        self._parameter(q_weight, 1, "qk_norm")
+        self._parameter(k_weight, 1, "qk_norm")
+        dim, rest = divmod(qkv.width, q_heads + 2 * kv_heads)
+        sizes = (q_weight.shape[0], k_weight.shape[0])
+        if rest or sizes not in ((dim, dim), (q_heads * dim, kv_heads * dim)):
+            raise ProgramError(
+                f"qk_norm of {qkv}, {q_heads} + 2 * {kv_heads} heads in {qkv.width} columns, can't use "
+                f"weights of {sizes[0]} and {sizes[1]}"
+            )
+        op = QKNorm(
+            out=self._buf(qkv.shape), qkv=qkv, q_weight=q_weight, k_weight=k_weight,
+            q_heads=q_heads, kv_heads=kv_heads, eps=eps,
+        )  # fmt: skip
+        return self._emit(op)
 
     def rotary_store_kv(self, qkv: Buf, kv: KV, rope: RopeTable, *, q_heads: int) -> Buf:
         """[T, (H + 2 HK) D] -> q [T, H D]; k and v go to the cache."""
@@ -154,13 +197,14 @@ class ProgramBuilder:
         out = self._buf((Dim.TOKENS, q_heads * kv.head_dim))
         return self._emit(RotaryStoreKV(out=out, qkv=qkv, kv=kv, rope=rope, q_heads=q_heads))
 
-    def attention(self, q: Buf, kv: KV, *, q_heads: int, scale: float) -> Buf:
+    def attention(self, q: Buf, kv: KV, *, q_heads: int, scale: float, softcap: float | None = None) -> Buf:
         """q [T, H D] -> [T, H D]."""
         self._tokens(q, "attention")
         self._expect(q, q_heads * kv.head_dim, kv)
         if q_heads % kv.kv_heads:
             raise ProgramError(f"{q_heads} query heads cannot share {kv.kv_heads} KV heads evenly")
-        return self._emit(Attention(out=self._buf(q.shape), q=q, kv=kv, q_heads=q_heads, scale=scale))
+        op = Attention(out=self._buf(q.shape), q=q, kv=kv, q_heads=q_heads, scale=scale, softcap=softcap)
+        return self._emit(op)
 
     def gated_activation(self, x: Buf, activation: str) -> Buf:
         """[*, 2 F] -> [*, F]."""
@@ -176,6 +220,11 @@ class ProgramBuilder:
         """[T, K] -> [R, K]: the rows whose logits are wanted."""
         self._tokens(x, "gather_sampled")
         return self._emit(GatherRows(out=self._buf((Dim.SAMPLED, x.width)), x=x))
+
+    def scale_logits(self, x: Buf, *, scale: float = 1.0, softcap: float | None = None) -> Buf:
+        """[R, V] -> [R, V]."""
+        self._handle(x, "scale_logits")
+        return self._emit(ScaleLogits(out=self._buf(x.shape), x=x, scale=scale, softcap=softcap))
 
     # -- the end ------------------------------------------------------------------------------
 

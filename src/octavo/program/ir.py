@@ -166,6 +166,7 @@ class Weight(_Handle):
     format: Format
     parts: tuple[str, ...]  # names in the checkpoint, as Hugging Face spells them
     shard: Shard
+    offset: float = 0.0  # added to a vector when it is loaded: Gemma's norms multiply with 1 + w
 
     def __str__(self) -> str:
         return f"@{self.name}"
@@ -278,8 +279,18 @@ class RMSNorm(Op):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Add(Op):
+    """out = residual + x_scale * x.   All [*, K] f32. out may lie where residual lies."""
+
+    x: Buf
+    residual: Buf
+    x_scale: float | None = None
+    kind: ClassVar[str] = "add"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AddRMSNorm(Op):
-    """out_sum = residual + x;  out = RMSNorm(out_sum).   All [*, K] f32.
+    """out_sum = residual + x_scale * x;  out = RMSNorm(out_sum).   All [*, K] f32.
 
     out_sum may lie where residual lies: rows are independent and elements are read before written.
     """
@@ -289,6 +300,7 @@ class AddRMSNorm(Op):
     weight: Weight
     eps: float
     out_sum: Buf
+    x_scale: float | None = None
     kind: ClassVar[str] = "add_rms_norm"
 
 
@@ -322,6 +334,22 @@ class Linear(Op):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QKNorm(Op):
+    """RMSNorm of q and k; v as it is.   qkv, out [T, (H + 2 HK) D] f32.
+
+    Weights of D: each head is normalised alone. Weights of H D and HK D: all heads of a token together.
+    """
+
+    qkv: Buf
+    q_weight: Weight
+    k_weight: Weight
+    q_heads: int
+    kv_heads: int
+    eps: float
+    kind: ClassVar[str] = "qk_norm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryStoreKV(Op):
     """Rotate q and k, append k and v to the cache.   qkv [T, (H + 2 HK) D] f32, out (q) [T, H D] f32.
 
@@ -349,7 +377,8 @@ class Attention(Op):
     Per token and head, with qs = q * scale:
       split   KV positions in splits of KV_SPLIT, in order; each starts from m = -inf, l = 0, o = 0.
       tile    within a split, tiles of KV_TILE, in order; tiles with no visible position are skipped.
-              score[t] = chain over d of fma(qs[d], k[t][d], acc); an invisible position is -inf.
+              score[t] = chain over d of fma(qs[d], k[t][d], acc), with a softcap c * tanh(score / c);
+              an invisible position is -inf.
               m' = max(m, max score); f = exp(m - m') (0 when m is -inf); p = exp(score - m')
               l = l * f + lanes8(p); o[d] = o[d] * f, then fma(p[t], v[t][d], o[d]) for t in order,
               over visible t only: what is masked is never multiplied, so a NaN there stays there.
@@ -363,6 +392,7 @@ class Attention(Op):
     kv: KV
     q_heads: int
     scale: float
+    softcap: float | None = None
     kind: ClassVar[str] = "attention"
 
 
@@ -371,6 +401,8 @@ class GatedActivation(Op):
     """out = act(x[:, :F]) * x[:, F:].   x [*, 2 F] f32, out [*, F] f32.
 
     silu: g / (1 + exp(-g)), with exp's argument at most 87.
+    gelu_tanh: 0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))).
+    tanh(y) is (1 - e) / (1 + e) with e = exp(-2 |y|), and y's sign.
     """
 
     x: Buf
@@ -384,6 +416,16 @@ class GatherRows(Op):
 
     x: Buf
     kind: ClassVar[str] = "gather_rows"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleLogits(Op):
+    """out = scale * x, with a softcap c * tanh(scale * x / c).   x, out [R, V] f32; may be one buffer."""
+
+    x: Buf
+    scale: float
+    softcap: float | None = None
+    kind: ClassVar[str] = "scale_logits"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from octavo.errors import ProgramError
-from octavo.program.ir import BLOCK_SIZE, KV, AddRMSNorm, Buf, Dim, Op, Program, RopeTable, Weight
+from octavo.program.ir import (
+    BLOCK_SIZE,
+    KV,
+    Add,
+    AddRMSNorm,
+    Buf,
+    Dim,
+    Op,
+    Program,
+    RopeTable,
+    ScaleLogits,
+    Weight,
+)
 
 ALIGNMENT = 64
 
@@ -181,9 +193,12 @@ def _lay_out_arena(
 
 def _in_place(op: Op, buf: Buf, index: int, last_use: dict[int, int]) -> Buf | None:
     """The input whose bytes this output may take over: it dies here and the contract allows it."""
-    if isinstance(op, AddRMSNorm) and buf is op.out_sum and last_use[op.residual.id] == index:
-        return op.residual
-    return None
+    heir: Buf | None = None
+    if (isinstance(op, AddRMSNorm) and buf is op.out_sum) or isinstance(op, Add):
+        heir = op.residual
+    elif isinstance(op, ScaleLogits):
+        heir = op.x
+    return heir if heir is not None and last_use[heir.id] == index else None
 
 
 def _place(intervals: list[_Interval]) -> int:

@@ -1,19 +1,104 @@
-"""Rotary tables, in float64.
+"""Rotary tables, in float64, and the ways in which models stretch them.
 
 Rule: one table for every device and every step; angles are never recomputed in lower precision.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
+from octavo.errors import UnsupportedModelError
 from octavo.program.ir import RopeTable
+
+#: Ways of stretching that are served; see `rope_frequencies`.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeFrequencies:
+    """Radians per position of each pair, and what cos and sin are multiplied with."""
+
+    inv_freq: tuple[float, ...]
+    scale: float = 1.0
 
 
 def inverse_frequencies(rotary_dim: int, theta: float) -> tuple[float, ...]:
     """theta ** (-2 i / rotary_dim) for i < rotary_dim / 2: radians per position (Su et al., RoFormer)."""
     return tuple(theta ** (-2.0 * i / rotary_dim) for i in range(rotary_dim // 2))
+
+
+def rope_frequencies(rotary_dim: int, rope: Mapping[str, Any], max_positions: int) -> RopeFrequencies:
+    """The frequencies that a config's rope parameters (Hugging Face's keys) describe.
+
+    UnsupportedModelError for a type not in ROPE_TYPES. max_positions: what the config says the model
+    was trained for, after stretching.
+    """
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    plain = inverse_frequencies(rotary_dim, float(rope["rope_theta"]))
+    if kind == "default":
+        return RopeFrequencies(plain)
+    if kind == "linear":  # Chen et al., "Extending context window ... via positional interpolation"
+        return RopeFrequencies(tuple(f / float(rope["factor"]) for f in plain))
+    if kind == "llama3":
+        return RopeFrequencies(tuple(_llama3(f, rope) for f in plain))
+    if kind == "yarn":
+        return _yarn(plain, rope, max_positions)
+    raise UnsupportedModelError(
+        f"rope type {kind!r} is not served; served: {', '.join(ROPE_TYPES)}. Its frequencies would be wrong"
+    )
+
+
+def _llama3(frequency: float, rope: Mapping[str, Any]) -> float:
+    """Llama 3.1: long waves are stretched by `factor`, short ones kept, those between blended."""
+    factor, original = float(rope["factor"]), float(rope["original_max_position_embeddings"])
+    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    turns = original * frequency / (2 * math.pi)  # in the original context
+    if turns > high:
+        return frequency
+    if turns < low:
+        return frequency / factor
+    kept = (turns - low) / (high - low)
+    return (1 - kept) * frequency / factor + kept * frequency
+
+
+def _yarn(plain: tuple[float, ...], rope: Mapping[str, Any], max_positions: int) -> RopeFrequencies:
+    """Peng et al., "YaRN": pairs that turn often in the original context are kept, those that turn
+    rarely stretched, and attention is sharpened by a factor that grows with the stretch."""
+    original = float(rope.get("original_max_position_embeddings") or max_positions)
+    factor = float(rope.get("factor") or max_positions / original)
+    theta, dim = float(rope["rope_theta"]), 2 * len(plain)
+
+    def pair_of(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = pair_of(float(rope.get("beta_fast") or 32)), pair_of(float(rope.get("beta_slow") or 1))
+    if rope.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    width = (last - first) or 0.001
+    stretched = []
+    for i, frequency in enumerate(plain):
+        share = min(max((i - first) / width, 0.0), 1.0)
+        stretched.append(frequency / factor * share + frequency * (1 - share))
+    return RopeFrequencies(tuple(stretched), _yarn_attention(factor, rope))
+
+
+def _yarn_attention(factor: float, rope: Mapping[str, Any]) -> float:
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+
+    def sharpening(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return sharpening(float(rope["mscale"])) / sharpening(float(rope["mscale_all_dim"]))
+    return sharpening(1.0)
 
 
 def cos_sin(table: RopeTable) -> npt.NDArray[np.float32]:

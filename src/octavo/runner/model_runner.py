@@ -8,6 +8,8 @@ follows the scheduler's absolute diffs; nothing here decides who runs.
 from __future__ import annotations
 
 import abc
+import dataclasses
+import logging
 from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,9 @@ import torch
 from octavo.backends.base import Backend, DeviceMemory, StepInputs, WeightRows
 from octavo.config.resolve import resolve
 from octavo.config.schema import EngineConfig
-from octavo.errors import CheckpointError, ConfigError, InvalidRequestError
+from octavo.errors import CheckpointError, ConfigError, InvalidRequestError, ProgramError
 from octavo.messages import ModelRunnerOutput, SchedulerOutput
-from octavo.models.registry import model_builder
+from octavo.models.registry import Build, model_builder
 from octavo.program.builder import ProgramBuilder
 from octavo.program.ir import BLOCK_SIZE, DType, Weight
 from octavo.program.planner import Limits, seal
@@ -31,6 +33,8 @@ from octavo.runner.request_states import RequestStates
 from octavo.sampling.sampler import SamplingRow, sample
 from octavo.weights.checkpoint import Checkpoint
 from octavo.weights.sources import resolve_model
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner(abc.ABC):
@@ -59,12 +63,29 @@ class ModelRunner(abc.ABC):
         _runner_class(device)  # refuses what isn't served
         self.checkpoint = Checkpoint(resolve_model(str(model), config.cache_path, progress=True))
         build = model_builder(self.checkpoint.architecture)
-        self.backend = backend = backend or self._choose_backend(config)
         self.max_model_len = _max_model_len(config, self.checkpoint)
+        self.backend = backend or self._choose_backend(config)
+        try:
+            self._plan(build, config)
+        except ProgramError as refusal:
+            if backend is not None or config.backend != "auto" or self.backend.name == "torch":
+                raise
+            logger.warning("%s\nThe torch backend serves it, slowly.", refusal)
+            self.backend.close()
+            self.backend = self._choose_backend(dataclasses.replace(config, backend="torch"))
+            self._plan(build, config)
+        limits = self.sealed.limits
+        self.inputs = StepInputs.allocate(limits, len(self.program.kv_groups))
+        self.states = RequestStates(limits, len(self.program.kv_groups))
+        self._memory: DeviceMemory | None = None
+        self._pending: tuple[SchedulerOutput, torch.Tensor] | None = None
+
+    def _plan(self, build: Build, config: EngineConfig) -> None:
+        """Build the program and seal it for the backend; ProgramError says what it does not serve."""
         builder = ProgramBuilder(
             self.checkpoint.architecture,
             format_of=self.checkpoint.format_of,
-            kv_dtype=_kv_dtype(config, backend),
+            kv_dtype=_kv_dtype(config, self.backend),
             activation_bits=config.activation_bits,
         )
         self.program = build(builder, self.checkpoint.config, self.max_model_len)
@@ -76,11 +97,7 @@ class ModelRunner(abc.ABC):
             max_sampled=config.max_num_seqs,
             max_model_len=self.max_model_len,
         )
-        self.sealed = seal(self.program, limits, backend.table)
-        self.inputs = StepInputs.allocate(limits, len(self.program.kv_groups))
-        self.states = RequestStates(limits, len(self.program.kv_groups))
-        self._memory: DeviceMemory | None = None
-        self._pending: tuple[SchedulerOutput, torch.Tensor] | None = None
+        self.sealed = seal(self.program, limits, self.backend.table)
 
     @abc.abstractmethod
     def _choose_backend(self, config: EngineConfig) -> Backend:
@@ -101,6 +118,8 @@ class ModelRunner(abc.ABC):
             start = self.sealed.weight_offsets[weight.id]
             out = memory.weights[start : start + self.backend.table.weight_nbytes(weight)]
             self.backend.pack_weight(weight, self._parts[weight.id], out)
+            if weight.offset:  # every backend keeps vectors as plain f32
+                out.view(torch.float32)[: weight.shape[0]] += weight.offset
         for rope in self.program.ropes:
             start = self.sealed.rope_offsets[rope.id]
             table = memory.weights[start : start + rope.nbytes].view(torch.float32)
@@ -172,7 +191,7 @@ class ModelRunner(abc.ABC):
         """
         length = _check_ids(ids, self.program.vocab_size, self.max_model_len)
         if self._memory is None:
-            self.load(-(-self.max_model_len // BLOCK_SIZE))
+            self.load(self.sealed.limits.max_blocks * len(self.program.kv_groups))
         out = np.empty((len(ids), length, self.program.vocab_size), np.float32)
         for row, tokens in zip(out, ids, strict=True):
             self._predict_row(np.asarray(tokens, np.int32), row)
@@ -181,13 +200,15 @@ class ModelRunner(abc.ABC):
     def _predict_row(self, tokens: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None:
         inputs, limits = self.inputs, self.sealed.limits
         chunk = min(limits.max_tokens, limits.max_sampled)
-        inputs.block_table[:, 0, :] = np.arange(limits.max_blocks)
+        # Groups share storages, so a block belongs to one of them.
+        first_block = np.arange(len(self.program.kv_groups))[:, None] * limits.max_blocks
+        inputs.block_table[:, 0, :] = first_block + np.arange(limits.max_blocks)
         for start in range(0, len(tokens), chunk):
             stop = min(start + chunk, len(tokens))
             count = stop - start
             inputs.token_ids[:count] = tokens[start:stop]
             inputs.positions[:count] = np.arange(start, stop)
-            inputs.slot_mapping[:, :count] = np.arange(start, stop)
+            inputs.slot_mapping[:, :count] = first_block * BLOCK_SIZE + np.arange(start, stop)
             inputs.cu_q[:2] = 0, count
             inputs.seq_lens[0] = stop
             inputs.sampled_rows[:count] = np.arange(count)

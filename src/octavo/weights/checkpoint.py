@@ -18,7 +18,12 @@ import numpy.typing as npt
 from octavo.errors import CheckpointError, UnsupportedModelError
 from octavo.quantization.formats import GGUF_FORMATS, Format
 from octavo.weights.gguf import GGUFFile, TensorInfo
-from octavo.weights.names import INTERLEAVED_ARCHITECTURES, deinterleaved_rows, gguf_name
+from octavo.weights.names import (
+    GGUF_ARCHITECTURES,
+    INTERLEAVED_ARCHITECTURES,
+    deinterleaved_rows,
+    gguf_name,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,11 @@ class Checkpoint:
     @functools.cached_property
     def config(self) -> dict[str, Any]:
         """Hyperparameters; CheckpointError where one is missing or can't be."""
+        if self.architecture not in GGUF_ARCHITECTURES:
+            raise UnsupportedModelError(
+                f"{self.path.name}: GGUF files of {self.architecture!r} are not read yet, only those of "
+                f"{', '.join(sorted(GGUF_ARCHITECTURES))}"
+            )
         heads = self._count("attention.head_count")
         hidden = self._count("embedding_length")
         head_dim = self._count("attention.key_length", max(hidden // heads, 1))
@@ -75,12 +85,19 @@ class Checkpoint:
             "head_dim": head_dim,
             "rotary_dim": self._count("rope.dimension_count", head_dim),
             "rms_norm_eps": self._positive("attention.layer_norm_rms_epsilon"),
-            "rope_theta": self._positive("rope.freq_base", 10000.0),
-            "rope_scaling": self.metadata.get(f"{self.architecture}.rope.scaling.type"),
+            "rope_parameters": {
+                "rope_type": self._rope_type(),
+                "rope_theta": self._positive("rope.freq_base", 10000.0),
+            },
             "max_position_embeddings": self._count("context_length"),
             "vocab_size": self.shape("model.embed_tokens.weight")[0],
             "tie_word_embeddings": not self.has("lm_head.weight"),
         }
+
+    def _rope_type(self) -> str:
+        """GGUF's other types come with keys and tensors that are not read yet: passed on, to be refused."""
+        name = self.metadata.get(f"{self.architecture}.rope.scaling.type", "none")
+        return "default" if name == "none" else f"{name} (GGUF)"
 
     def format_of(self, parts: tuple[str, ...]) -> Format:
         """The format that holds all of these tensors."""

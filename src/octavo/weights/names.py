@@ -29,6 +29,8 @@ _GGUF_LAYER = {
     "mlp.down_proj.weight": "ffn_down.weight",
 }
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+#: Architectures whose tensors and metadata are known here by GGUF's names.
+GGUF_ARCHITECTURES = frozenset({"llama"})
 #: Architectures whose q and k rows llama.cpp's converter interleaves.
 INTERLEAVED_ARCHITECTURES = frozenset({"llama"})
 

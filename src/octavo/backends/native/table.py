@@ -43,6 +43,10 @@ class NativeKernelTable:
             case Embedding():
                 _require_lanes("rows", op.out.width)
                 return Kernel(f"embedding_{op.weight.format}")
+            case AddRMSNorm() if op.x_scale is not None:
+                raise Unserved("no kernel that scales what is added")
+            case Attention() if op.softcap is not None:
+                raise Unserved("no kernel with a softcap")
             case RMSNorm() | AddRMSNorm():
                 _require_lanes("rows", op.out.width)
                 return Kernel(op.kind)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from octavo.backends.base import Int32Array
-from octavo.backends.torch.elementwise import exp, tree_sum
+from octavo.backends.torch.elementwise import exp, softcap, tree_sum
 from octavo.program.ir import BLOCK_SIZE, KV, KV_SPLIT, KV_TILE
 
 ITEM_TOKENS = 16
@@ -104,7 +104,13 @@ def _exp_difference(x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
 
 
 def attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, items: Items, kv: KV, scale: float
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    items: Items,
+    kv: KV,
+    scale: float,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """q [T, H D] -> [T, H D]; caches [blocks, HK, D, 16] and [blocks, HK, 16, D]."""
     num_items = items.tokens.shape[0]
@@ -124,6 +130,8 @@ def attention(
         poisoned |= (visible & bad[:, None, :]).any(dim=2)
         mask = visible[:, None, :, None, :].expand(-1, heads, -1, per_kv, -1)
         scores = torch.bmm(rows, k)
+        if cap is not None:
+            scores = softcap(scores, cap)
         split.add_tile(torch.where(mask.reshape(scores.shape), scores, -torch.inf), v)
     total.merge(split)
     result = (total.o / total.l).view(num_items, heads, ITEM_TOKENS, per_kv, dim)

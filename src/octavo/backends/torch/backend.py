@@ -13,7 +13,7 @@ import torch
 
 from octavo.backends.base import DeviceMemory, StepInputs, WeightRows
 from octavo.backends.torch.attention import Items, attention
-from octavo.backends.torch.elementwise import rms_norm, silu_gate
+from octavo.backends.torch.elementwise import gate, rms_norm, softcap
 from octavo.backends.torch.linear import QuantizedWeight, linear
 from octavo.backends.torch.rotary import kv_views, rotary_store_kv
 from octavo.backends.torch.table import TorchKernelTable
@@ -21,6 +21,7 @@ from octavo.errors import BackendError
 from octavo.program.ir import (
     BLOCK_SIZE,
     KV,
+    Add,
     AddRMSNorm,
     Attention,
     Buf,
@@ -30,8 +31,10 @@ from octavo.program.ir import (
     KVGroup,
     Linear,
     Op,
+    QKNorm,
     RMSNorm,
     RotaryStoreKV,
+    ScaleLogits,
     Weight,
 )
 from octavo.program.planner import SealedProgram
@@ -216,8 +219,15 @@ class TorchBackend:
         x = self._buf(op.x, step)
         self._buf(op.out, step).copy_(rms_norm(x, self._dense(op.weight), op.eps))
 
+    def _sum(self, op: Add | AddRMSNorm, step: _Step) -> torch.Tensor:
+        x = self._buf(op.x, step)
+        return self._buf(op.residual, step) + (x if op.x_scale is None else x * op.x_scale)
+
+    def _add(self, op: Add, step: _Step) -> None:
+        self._buf(op.out, step).copy_(self._sum(op, step))
+
     def _add_rms_norm(self, op: AddRMSNorm, step: _Step) -> None:
-        total = self._buf(op.residual, step) + self._buf(op.x, step)
+        total = self._sum(op, step)
         self._buf(op.out_sum, step).copy_(total)
         self._buf(op.out, step).copy_(rms_norm(total, self._dense(op.weight), op.eps))
 
@@ -226,6 +236,21 @@ class TorchBackend:
         linear(self._buf(op.x, step), self._weights[op.weight.id], out, op.activation_top)
         if op.bias is not None:
             out += self._dense(op.bias)
+
+    def _qk_norm(self, op: QKNorm, step: _Step) -> None:
+        qkv, out = self._buf(op.qkv, step), self._buf(op.out, step)
+        out.copy_(qkv)
+        dim = qkv.shape[1] // (op.q_heads + 2 * op.kv_heads)
+        start = 0
+        for heads, weight in ((op.q_heads, op.q_weight), (op.kv_heads, op.k_weight)):
+            stop = start + heads * dim
+            rows = qkv[:, start:stop].reshape(-1, weight.shape[0])
+            out[:, start:stop] = rms_norm(rows, self._dense(weight), op.eps).view(-1, stop - start)
+            start = stop
+
+    def _scale_logits(self, op: ScaleLogits, step: _Step) -> None:
+        logits = self._buf(op.x, step) * op.scale
+        self._buf(op.out, step).copy_(logits if op.softcap is None else softcap(logits, op.softcap))
 
     def _rotary_store_kv(self, op: RotaryStoreKV, step: _Step) -> None:
         group, _ = self._sealed.program.kv_places[op.kv.layer]
@@ -237,12 +262,11 @@ class TorchBackend:
     def _attention(self, op: Attention, step: _Step) -> None:
         group, _ = self._sealed.program.kv_places[op.kv.layer]
         q = self._buf(op.q, step)
-        out = attention(q, *self._caches(op.kv), step.items[group], op.kv, op.scale)
+        out = attention(q, *self._caches(op.kv), step.items[group], op.kv, op.scale, op.softcap)
         self._buf(op.out, step).copy_(out)
 
     def _gated_activation(self, op: GatedActivation, step: _Step) -> None:
-        assert op.activation == "silu"
-        self._buf(op.out, step).copy_(silu_gate(self._buf(op.x, step)))
+        self._buf(op.out, step).copy_(gate(self._buf(op.x, step), op.activation))
 
     def _gather_rows(self, op: GatherRows, step: _Step) -> None:
         self._buf(op.out, step).copy_(self._buf(op.x, step)[step.sampled_rows])
@@ -250,6 +274,9 @@ class TorchBackend:
     _HANDLERS: dict[type[Op], Callable[..., None]] = {  # noqa: RUF012
         Embedding: _embedding,
         RMSNorm: _rms_norm,
+        Add: _add,
+        QKNorm: _qk_norm,
+        ScaleLogits: _scale_logits,
         AddRMSNorm: _add_rms_norm,
         Linear: _linear,
         RotaryStoreKV: _rotary_store_kv,

@@ -7,6 +7,8 @@ tail of a vectorised loop takes another path.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 _LOG2E = 1.44269504
@@ -52,7 +54,21 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (x * r[:, None]) * weight
 
 
-def silu_gate(x: torch.Tensor) -> torch.Tensor:
-    """[n, 2 F] -> [n, F]."""
-    gate, up = x.chunk(2, dim=-1)
-    return gate / (1.0 + exp((-gate).clamp(max=EXP_MAX))) * up
+def tanh(x: torch.Tensor) -> torch.Tensor:
+    """(1 - e) / (1 + e) with e = exp(-2 |x|), and x's sign."""
+    e = exp(-2.0 * x.abs())
+    return torch.copysign((1.0 - e) / (1.0 + e), x)
+
+
+def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(x / cap)."""
+    return tanh(x / torch.full_like(x, cap)) * cap
+
+
+def gate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """act(x[:, :F]) * x[:, F:] of [n, 2 F]."""
+    gated, up = x.chunk(2, dim=-1)
+    if activation == "silu":
+        return gated / (1.0 + exp((-gated).clamp(max=EXP_MAX))) * up
+    inner = (gated + gated * gated * gated * 0.044715) * math.sqrt(2 / math.pi)
+    return gated * 0.5 * (1.0 + tanh(inner)) * up

@@ -1,0 +1,194 @@
+"""Every family and rope type against transformers: a tiny random model, whole, chunked and batched.
+
+The oracle runs in float64. The tolerance is 32 times transformers' own float32 error on the same input: the
+same operations in another order.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from octavo import ModelRunner
+from octavo.backends.torch.backend import TorchBackend
+from octavo.config.resolve import resolve
+from octavo.errors import ProgramError
+from octavo.quantization.formats import Format
+from octavo.runner import model_runner
+
+VOCAB = 131
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8, "layer_types": LAYERS}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "llama biases": ("llama", {"attention_bias": True}),
+    "llama linear rope": (
+        "llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}}
+    ),
+    "llama llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
+    "llama yarn rope": ("llama", {"rope_parameters": YARN}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral window": ("mistral", {"sliding_window": 8}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 window": (
+        "qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    ),
+    "qwen3": ("qwen3", {"head_dim": 24}),
+    "phi3": ("phi3", {"sliding_window": None}),
+    "phi3 part of a head": (
+        "phi3",
+        {
+            "sliding_window": None,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75
+            },
+        },
+    ),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0}),
+    "gemma3": ("gemma3_text", GEMMA),
+}  # fmt: skip
+
+
+class DictCheckpoint:
+    """A model in memory, as a checkpoint."""
+
+    def __init__(self, model: Any) -> None:
+        self.path = Path("in-memory")
+        self.config = model.config.to_dict()
+        self.architecture = self.config["model_type"]
+        heads = self.config["num_attention_heads"]
+        dim = self.config.get("head_dim") or self.config["hidden_size"] // heads
+        rope = self.config["rope_parameters"]
+        part = rope.get("partial_rotary_factor", 1.0)
+        self.config |= {"head_dim": dim, "rotary_dim": int(dim * part)}
+        self.metadata: dict[str, Any] = {}
+        self._tensors = {name: t.detach().float().numpy() for name, t in model.state_dict().items()}
+
+    def format_of(self, parts: tuple[str, ...]) -> Format:
+        return Format.F32
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def rows(self, name: str, shape: tuple[int, ...]) -> Any:
+        values = self._tensors[name]
+        assert values.shape[1:] == shape[1:], name
+
+        class Rows:
+            type_name = "F32"
+            raw = np.ascontiguousarray(values).view(np.uint8).reshape(len(values), -1)
+            row_order = None
+
+            def dequantize(self) -> np.ndarray:
+                return values
+
+        return Rows()
+
+    def check_all_used(self, names: Any) -> None:
+        left = set(self._tensors) - set(names) - {"lm_head.weight"}
+        assert not left, f"never read: {sorted(left)}"
+
+    def close(self) -> None:
+        pass
+
+
+def make_model(family: str, seed: int = 0) -> Any:
+    kind, differences = FAMILIES[family]
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(kind, **{**SMALL, **differences})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.1)
+            elif "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            elif parameter.dim() == 2:
+                parameter.mul_(3)  # logits that spread, attention that looks somewhere
+    return model
+
+
+def make_runner(model: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> ModelRunner:
+    monkeypatch.setattr(model_runner, "resolve_model", lambda *a, **k: Path("in-memory"))
+    monkeypatch.setattr(model_runner, "Checkpoint", lambda path: DictCheckpoint(model))
+    return ModelRunner("in-memory", resolve(settings).config, backend=TorchBackend(num_threads=1))
+
+
+def oracle(model: Any, ids: list[list[int]]) -> tuple[np.ndarray, float]:
+    """float64 logits, and float32's error."""
+    with torch.inference_mode():
+        single = model(torch.tensor(ids)).logits.numpy()
+        exact = model.double()(torch.tensor(ids)).logits.numpy()
+        torch.nn.Module.float(model)
+    return exact, float(np.abs(single - exact).max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(family)
+    rng = np.random.default_rng(0)
+    # 7, 8, 9 and 40: around a window of 8, and five of them
+    for length in (7, 8, 9, 40, 100):
+        ids = rng.integers(0, VOCAB, (2, length)).tolist()
+        exact, error = oracle(model, ids)
+        whole = make_runner(model, monkeypatch, max_num_batched_tokens=256, max_num_seqs=256)
+        logits = whole.predict(ids)
+        assert np.abs(logits - exact).max() <= 32 * max(error, 1e-7 * np.abs(exact).max())
+        chunked = make_runner(model, monkeypatch, max_num_batched_tokens=5, max_num_seqs=5)
+        assert np.array_equal(chunked.predict(ids), logits)
+
+
+def test_what_native_does_not_serve_falls_back_to_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model("gemma2")
+    make_runner(model, monkeypatch)
+    runner = ModelRunner("in-memory", resolve({}).config)
+    assert runner.backend.name == "torch"
+    said = [record.getMessage() for record in caplog.records]
+    assert any("no kernel with a softcap" in line and "torch backend serves it" in line for line in said)
+    with pytest.raises(ProgramError, match="no kernel with a softcap"):
+        ModelRunner("in-memory", resolve({"backend": "native"}).config)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral window", "qwen2"])
+def test_native_serves_close_relatives(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(family)
+    ids = np.random.default_rng(0).integers(0, VOCAB, (2, 40)).tolist()
+    exact, error = oracle(model, ids)
+    make_runner(model, monkeypatch)
+    settings = {"backend": "native", "kv_dtype": "f32", "max_num_seqs": 64}
+    runner = ModelRunner("in-memory", resolve(settings).config)
+    assert np.abs(runner.predict(ids) - exact).max() <= 32 * error
