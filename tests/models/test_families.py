@@ -6,12 +6,14 @@ same operations in another order.
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from octavo import ModelRunner
@@ -76,6 +78,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo2": ("olmo2", {}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
+    "qwen3 moe": (
+        "qwen3_moe",
+        {
+            "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16,
+            "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3 moe, shares as they are": (
+        "qwen3_moe",
+        {
+            "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16,
+            "norm_topk_prob": False,
+        },
+    ),
     "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0}),
     "gemma3": ("gemma3_text", GEMMA),
 }  # fmt: skip
@@ -94,7 +111,9 @@ class DictCheckpoint:
         part = rope.get("partial_rotary_factor", 1.0)
         self.config |= {"head_dim": dim, "rotary_dim": int(dim * part)}
         self.metadata: dict[str, Any] = {}
-        self._tensors = {name: t.detach().float().numpy() for name, t in model.state_dict().items()}
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)  # under the names that checkpoints have
+            self._tensors = load_file(Path(folder) / "model.safetensors")
 
     def format_of(self, parts: tuple[str, ...]) -> Format:
         return Format.F32
@@ -128,14 +147,15 @@ def make_model(family: str, seed: int = 0) -> Any:
     kind, differences = FAMILIES[family]
     torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, **{**SMALL, **differences})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}  # they take float64
+    model = AutoModelForCausalLM.from_config(config, **eager).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.1)
             elif "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
-            elif parameter.dim() == 2:
+            elif parameter.dim() >= 2:
                 parameter.mul_(3)  # logits that spread, attention that looks somewhere
     return model
 

@@ -88,6 +88,36 @@ def gated_mlp(
     return b.linear(b.gated_activation(b.linear(x, gate_up), activation), down)
 
 
+def expert_mlp(
+    b: ProgramBuilder, router: str, expert: str, parts: tuple[str, str, str], x: Buf, config: Config
+) -> Buf:
+    """x [T, hidden] -> [T, hidden] through a mixture of gated MLPs.
+
+    router: its weight's name. expert: the name of expert {e}; parts: its gate, up and down tensors.
+    """
+    hidden, experts = x.width, int(config["num_local_experts"])
+    width = int(config.get("moe_intermediate_size") or config["intermediate_size"])
+    gate, up, down = parts
+    names = [expert.format(e=e) for e in range(experts)]
+    stem = router.removesuffix(".gate.weight")
+    gate_up = _stacked(
+        b, f"{stem}.experts.gate_up", (2 * width * experts, hidden),
+        [f"{name}.{part}.weight" for name in names for part in (gate, up)],
+    )  # fmt: skip
+    out = _stacked(
+        b, f"{stem}.experts.down", (hidden * experts, width), [f"{name}.{down}.weight" for name in names]
+    )
+    return b.moe(
+        x,
+        b.weight(router, (experts, hidden)),
+        gate_up,
+        out,
+        top_k=int(config["num_experts_per_tok"]),
+        normalize=bool(config.get("norm_topk_prob", True)),
+        activation=activation_of(config),
+    )
+
+
 def rope_table(b: ProgramBuilder, config: Config, max_model_len: int, **differences: Any) -> RopeTable:
     """The table of a config's rope parameters, with a family's differences."""
     rope = {**config["rope_parameters"], **differences}

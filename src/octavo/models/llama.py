@@ -2,8 +2,8 @@
 
 Touvron et al., "LLaMA" and "Llama 2"; SmolLM2 is of this family. Close relatives differ in a field or
 two: Mistral has a sliding window, Qwen2 biases on q, k and v, Qwen3 norms q and k, Phi-3 fuses tensors and
-rotates part of a head, Granite multiplies what flows between blocks. Rule: a model file reads a config
-and emits ops; it computes nothing.
+rotates part of a head, Granite multiplies what flows between blocks, Mixtral and Qwen3-MoE have experts.
+Rule: a model file reads a config and emits ops; it computes nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from octavo.models.blocks import (
     attention,
     attention_spec,
     embedding_weight,
+    expert_mlp,
     gated_mlp,
     head,
     rope_table,
@@ -38,6 +39,7 @@ class _Relative:
     fused: bool = False
     rotates_part: bool = False
     multiplies: bool = False
+    experts: tuple[str, tuple[str, str, str]] | None = None  # where they are, and gate, up, down there
 
 
 _RELATIVES = {
@@ -47,6 +49,10 @@ _RELATIVES = {
     "qwen3": _Relative(norm_q_k="head", windowed=True),
     "phi3": _Relative(fused=True, rotates_part=True, windowed=True),
     "granite": _Relative(multiplies=True),
+    "mixtral": _Relative(windowed=True, experts=("block_sparse_moe", ("w1", "w3", "w2"))),
+    "qwen3_moe": _Relative(
+        norm_q_k="head", windowed=True, experts=("mlp", ("gate_proj", "up_proj", "down_proj"))
+    ),
 }
 ARCHITECTURES = tuple(_RELATIVES)
 
@@ -72,10 +78,7 @@ def build(b: ProgramBuilder, config: Config, max_model_len: int) -> Program:
         attended = attention(b, f"{name}.self_attn", x, _spec(config, relative, rope, layer))
         norm = b.weight(f"{name}.post_attention_layernorm.weight", (hidden,))
         x, residual = b.add_rms_norm(attended, residual, norm, eps=eps, x_scale=x_scale)
-        delta = gated_mlp(
-            b, f"{name}.mlp", x, config["intermediate_size"],
-            activation=activation_of(config), fused=relative.fused,
-        )  # fmt: skip
+        delta = _feed_forward(b, config, relative, name, x, layer)
     assert delta is not None
     norm = b.weight("model.norm.weight", (hidden,))
     x, _ = b.add_rms_norm(delta, residual, norm, eps=eps, x_scale=x_scale)
@@ -83,6 +86,19 @@ def build(b: ProgramBuilder, config: Config, max_model_len: int) -> Program:
     if relative.multiplies:
         logits = b.scale_logits(logits, scale=1.0 / float(config["logits_scaling"]))
     return b.build(logits)
+
+
+def _feed_forward(
+    b: ProgramBuilder, config: Config, relative: _Relative, name: str, x: Buf, layer: int
+) -> Buf:
+    dense = layer in (config.get("mlp_only_layers") or ()) or (layer + 1) % config.get(
+        "decoder_sparse_step", 1
+    )
+    if relative.experts is None or dense:
+        width, activation = config["intermediate_size"], activation_of(config)
+        return gated_mlp(b, f"{name}.mlp", x, width, activation=activation, fused=relative.fused)
+    where, parts = relative.experts
+    return expert_mlp(b, f"{name}.{where}.gate.weight", f"{name}.{where}.experts.{{e}}", parts, x, config)
 
 
 def _spec(config: Config, relative: _Relative, rope: RopeTable, layer: int) -> AttentionSpec:

@@ -21,6 +21,7 @@ from octavo.program.ir import (
     GatedActivation,
     GatherRows,
     Linear,
+    MoE,
     Op,
     Program,
     QKNorm,
@@ -215,6 +216,35 @@ class ProgramBuilder:
             raise ProgramError(f"gated_activation halves {x}, which has {x.width} columns")
         out = self._buf((x.rows, x.width // 2))
         return self._emit(GatedActivation(out=out, x=x, activation=activation))
+
+    def moe(
+        self,
+        x: Buf,
+        router: Weight,
+        gate_up: Weight,
+        down: Weight,
+        *,
+        top_k: int,
+        normalize: bool,
+        activation: str,
+    ) -> Buf:
+        """[T, H] -> [T, H] through top_k of the experts stacked in the weights."""
+        self._tokens(x, "moe")
+        for weight in (router, gate_up, down):
+            self._parameter(weight, 2, "moe")
+        experts, hidden = router.shape
+        width = gate_up.shape[0] // (2 * experts)
+        if x.width != hidden or gate_up.shape != (2 * experts * width, hidden):
+            raise ProgramError(f"moe of {x} [{x.width}] can't use {router} {router.shape}, {gate_up.shape}")
+        if down.shape != (experts * hidden, width) or not 0 < top_k <= experts:
+            raise ProgramError(f"moe of {experts} experts can't use {down} {down.shape}, top_k {top_k}")
+        if activation not in ACTIVATIONS:
+            raise ProgramError(f"activation {activation!r} is unknown; known: {', '.join(ACTIVATIONS)}")
+        op = MoE(
+            out=self._buf(x.shape), x=x, router=router, gate_up=gate_up, down=down, num_experts=experts,
+            top_k=top_k, normalize=normalize, activation=activation,
+        )  # fmt: skip
+        return self._emit(op)
 
     def gather_sampled(self, x: Buf) -> Buf:
         """[T, K] -> [R, K]: the rows whose logits are wanted."""

@@ -411,6 +411,26 @@ class GatedActivation(Op):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoE(Op):
+    """out = sum over a token's experts e, best first, of share_e * down_e(act(gate_e x) * up_e x).
+
+    x, out [T, H] f32; router [E, H], gate_up [E 2 F, H], down [E H, F]. Shares are the softmax of
+    router x over all experts; the top_k largest are taken, ties to the smaller id; normalize: divided by
+    their sum, added best first.
+    """
+
+    x: Buf
+    router: Weight
+    gate_up: Weight
+    down: Weight
+    num_experts: int
+    top_k: int
+    normalize: bool
+    activation: str
+    kind: ClassVar[str] = "moe"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatherRows(Op):
     """out[r, :] = x[sampled_rows[r], :].   x [T, K] f32, out [R, K] f32."""
 

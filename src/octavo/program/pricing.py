@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from octavo.program.ir import Attention, Dim, Embedding, Linear, Op, Program, RotaryStoreKV, Weight
+from octavo.program.ir import Attention, Dim, Embedding, Linear, MoE, Op, Program, RotaryStoreKV, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,12 @@ def _price_op(op: Op, shape: StepShape, weight_nbytes: Callable[[Weight], int]) 
     flops, kv = elements, 0
     if isinstance(op, Linear):
         flops = 2 * elements * op.weight.shape[1]
+    elif isinstance(op, MoE):  # every expert's weights are read where the step's tokens spread over all
+        experts = min(op.num_experts, shape.num_tokens * op.top_k)
+        hidden, width = op.x.width, op.down.shape[1]
+        flops = 2 * shape.num_tokens * hidden * (op.num_experts + 3 * width * op.top_k)
+        router, *parts = map(weight_nbytes, op.weights)
+        weights = router + sum(parts) * experts // op.num_experts
     elif isinstance(op, Embedding):  # reads the rows of the step's tokens, not the table
         weights = weights * shape.num_tokens // op.weight.shape[0]
     elif isinstance(op, RotaryStoreKV):

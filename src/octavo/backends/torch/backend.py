@@ -15,6 +15,7 @@ from octavo.backends.base import DeviceMemory, StepInputs, WeightRows
 from octavo.backends.torch.attention import Items, attention
 from octavo.backends.torch.elementwise import gate, rms_norm, softcap
 from octavo.backends.torch.linear import QuantizedWeight, linear
+from octavo.backends.torch.moe import moe
 from octavo.backends.torch.rotary import kv_views, rotary_store_kv
 from octavo.backends.torch.table import TorchKernelTable
 from octavo.errors import BackendError
@@ -30,6 +31,7 @@ from octavo.program.ir import (
     GatherRows,
     KVGroup,
     Linear,
+    MoE,
     Op,
     QKNorm,
     RMSNorm,
@@ -268,6 +270,10 @@ class TorchBackend:
     def _gated_activation(self, op: GatedActivation, step: _Step) -> None:
         self._buf(op.out, step).copy_(gate(self._buf(op.x, step), op.activation))
 
+    def _moe(self, op: MoE, step: _Step) -> None:
+        router, gate_up, down = (self._dense(weight) for weight in (op.router, op.gate_up, op.down))
+        self._buf(op.out, step).copy_(moe(self._buf(op.x, step), router, gate_up, down, op))
+
     def _gather_rows(self, op: GatherRows, step: _Step) -> None:
         self._buf(op.out, step).copy_(self._buf(op.x, step)[step.sampled_rows])
 
@@ -282,6 +288,7 @@ class TorchBackend:
         RotaryStoreKV: _rotary_store_kv,
         Attention: _attention,
         GatedActivation: _gated_activation,
+        MoE: _moe,
         GatherRows: _gather_rows,
     }
 

@@ -5,8 +5,8 @@ Rule: no torch here; a plan can be made and priced on a machine that has none.
 
 from __future__ import annotations
 
-from octavo.program.ir import Op, Weight
-from octavo.program.planner import Kernel, Limits
+from octavo.program.ir import MoE, Op, Weight
+from octavo.program.planner import Kernel, Limits, Unserved
 from octavo.quantization.formats import GROUP, Format
 
 
@@ -20,8 +20,10 @@ class TorchKernelTable:
         self.quantized = quantized
 
     def choose(self, op: Op, limits: Limits) -> Kernel:
-        """Every op has one kernel, named after it. Temporaries are torch's own."""
+        """One kernel an op, named after it; quantised experts are not served. Temporaries are torch's."""
         del limits
+        if isinstance(op, MoE) and self.quantized and any(w.format.quantized for w in op.weights):
+            raise Unserved("experts have no quantised arithmetic here")
         return Kernel(f"torch.{op.kind}")
 
     def weight_nbytes(self, weight: Weight) -> int:
