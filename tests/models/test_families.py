@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from octavo import ModelRunner
 from octavo.backends.torch.backend import TorchBackend
 from octavo.config.resolve import resolve
-from octavo.errors import ProgramError
+from octavo.errors import ProgramError, UnsupportedModelError
 from octavo.quantization.formats import Format
 from octavo.runner import model_runner
 
@@ -41,6 +41,10 @@ LLAMA3 = {
     "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 128,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + 0.3 * i for i in range(8)],
+}  # fmt: skip
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8, "layer_types": LAYERS}
 
@@ -69,6 +73,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75
             },
         },
+    ),
+    "phi3 longrope": (
+        "phi3",
+        {"sliding_window": None, "rope_parameters": LONGROPE, "original_max_position_embeddings": 128},
     ),
     "granite": (
         "granite",
@@ -183,11 +191,19 @@ def test_logits_equal_transformers(family: str, monkeypatch: pytest.MonkeyPatch)
     for length in (7, 8, 9, 40, 100):
         ids = rng.integers(0, VOCAB, (2, length)).tolist()
         exact, error = oracle(model, ids)
-        whole = make_runner(model, monkeypatch, max_num_batched_tokens=256, max_num_seqs=256)
+        whole = make_runner(
+            model, monkeypatch, max_num_batched_tokens=256, max_num_seqs=256, max_model_len=128
+        )
         logits = whole.predict(ids)
         assert np.abs(logits - exact).max() <= 32 * max(error, 1e-7 * np.abs(exact).max())
-        chunked = make_runner(model, monkeypatch, max_num_batched_tokens=5, max_num_seqs=5)
+        chunked = make_runner(model, monkeypatch, max_num_batched_tokens=5, max_num_seqs=5, max_model_len=128)
         assert np.array_equal(chunked.predict(ids), logits)
+
+
+def test_longrope_beyond_the_original_context_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("phi3 longrope")
+    with pytest.raises(UnsupportedModelError, match=r"beyond 128 positions.*--max-model-len 128 or less"):
+        make_runner(model, monkeypatch)
 
 
 def test_what_native_does_not_serve_falls_back_to_torch(

@@ -121,7 +121,7 @@ def expert_mlp(
 def rope_table(b: ProgramBuilder, config: Config, max_model_len: int, **differences: Any) -> RopeTable:
     """The table of a config's rope parameters, with a family's differences."""
     rope = {**config["rope_parameters"], **differences}
-    found = rope_frequencies(config["rotary_dim"], rope, config["max_position_embeddings"])
+    found = rope_frequencies(config["rotary_dim"], rope, config["max_position_embeddings"], max_model_len)
     return b.rope_table(found.inv_freq, max_model_len, scale=found.scale)
 
 

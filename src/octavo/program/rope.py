@@ -17,7 +17,7 @@ from octavo.errors import UnsupportedModelError
 from octavo.program.ir import RopeTable
 
 #: Ways of stretching that are served; see `rope_frequencies`.
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,13 @@ def inverse_frequencies(rotary_dim: int, theta: float) -> tuple[float, ...]:
     return tuple(theta ** (-2.0 * i / rotary_dim) for i in range(rotary_dim // 2))
 
 
-def rope_frequencies(rotary_dim: int, rope: Mapping[str, Any], max_positions: int) -> RopeFrequencies:
+def rope_frequencies(
+    rotary_dim: int, rope: Mapping[str, Any], max_positions: int, max_model_len: int
+) -> RopeFrequencies:
     """The frequencies that a config's rope parameters (Hugging Face's keys) describe.
 
     UnsupportedModelError for a type not in ROPE_TYPES. max_positions: what the config says the model
-    was trained for, after stretching.
+    was trained for, after stretching. max_model_len: the longest sequence to be served.
     """
     kind = rope.get("rope_type") or rope.get("type") or "default"
     plain = inverse_frequencies(rotary_dim, float(rope["rope_theta"]))
@@ -49,6 +51,8 @@ def rope_frequencies(rotary_dim: int, rope: Mapping[str, Any], max_positions: in
         return RopeFrequencies(tuple(_llama3(f, rope) for f in plain))
     if kind == "yarn":
         return _yarn(plain, rope, max_positions)
+    if kind == "longrope":
+        return _longrope(plain, rope, max_positions, max_model_len)
     raise UnsupportedModelError(
         f"rope type {kind!r} is not served; served: {', '.join(ROPE_TYPES)}. Its frequencies would be wrong"
     )
@@ -99,6 +103,27 @@ def _yarn_attention(factor: float, rope: Mapping[str, Any]) -> float:
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         return sharpening(float(rope["mscale"])) / sharpening(float(rope["mscale_all_dim"]))
     return sharpening(1.0)
+
+
+def _longrope(
+    plain: tuple[float, ...], rope: Mapping[str, Any], max_positions: int, max_model_len: int
+) -> RopeFrequencies:
+    """Ding et al., "LongRoPE": a factor for each pair, other ones beyond the original context.
+
+    A sequence that grows past it would need all its KV again, so only contexts within it are served.
+    """
+    original = int(rope["original_max_position_embeddings"])
+    if max_model_len > original:
+        raise UnsupportedModelError(
+            f"longrope turns differently beyond {original} positions, which is not served yet; start with "
+            f"--max-model-len {original} or less"
+        )
+    factor = max_positions / original
+    scale = rope.get("attention_factor")
+    if scale is None:
+        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    stretched = zip(plain, rope["short_factor"], strict=True)
+    return RopeFrequencies(tuple(f / float(by) for f, by in stretched), float(scale))
 
 
 def cos_sin(table: RopeTable) -> npt.NDArray[np.float32]:
