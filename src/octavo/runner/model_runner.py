@@ -8,6 +8,7 @@ follows the scheduler's absolute diffs; nothing here decides who runs.
 from __future__ import annotations
 
 import abc
+import logging
 from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,10 @@ from octavo.program.rope import cos_sin
 from octavo.runner import step_inputs
 from octavo.runner.request_states import RequestStates
 from octavo.sampling.sampler import SamplingRow, sample
-from octavo.weights.checkpoint import Checkpoint
+from octavo.weights.checkpoint import Checkpoint, open_checkpoint
 from octavo.weights.sources import resolve_model
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner(abc.ABC):
@@ -57,7 +60,7 @@ class ModelRunner(abc.ABC):
         """model: a path or a catalog name. backend overrides the config's choice."""
         config = config or resolve({}).config
         _runner_class(device)  # refuses what isn't served
-        self.checkpoint = Checkpoint(resolve_model(str(model), config.cache_path, progress=True))
+        self.checkpoint = open_checkpoint(resolve_model(str(model), config.cache_path, progress=True))
         build = model_builder(self.checkpoint.architecture)
         self.backend = backend = backend or self._choose_backend(config)
         self.max_model_len = _max_model_len(config, self.checkpoint)
@@ -70,6 +73,8 @@ class ModelRunner(abc.ABC):
         self.program = build(builder, self.checkpoint.config, self.max_model_len)
         self.checkpoint.check_all_used(part for weight in self.program.weights for part in weight.parts)
         self._parts = {weight.id: _parts(self.checkpoint, weight) for weight in self.program.weights}
+        for note in self.checkpoint.notes:
+            logger.info(note)
         limits = Limits(
             max_tokens=config.max_num_batched_tokens,
             max_seqs=config.max_num_seqs,
