@@ -181,6 +181,7 @@ def test_every_layer_keeps_its_own_kv() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        ({"hidden_act": "gelu"}, r"hidden_act 'gelu' is not served in this family"),
         ({"rope_scaling": "linear"}, r"rope scaling 'linear' is not served yet"),
         ({"rope_scaling": "yarn"}, r"rope scaling 'yarn' is not served yet"),
         ({"rotary_dim": 8}, r"rotation of 8 elements of heads of 16 is not served"),

@@ -71,6 +71,10 @@ def _mlp(b: ProgramBuilder, config: Mapping[str, Any], name: str, x: Buf) -> Buf
 
 
 def _check(config: Mapping[str, Any]) -> None:
+    if config.get("hidden_act", "silu") != "silu":
+        raise UnsupportedModelError(
+            f"hidden_act {config['hidden_act']!r} is not served in this family; only silu is"
+        )
     if config["rope_scaling"] not in (None, "none"):
         raise UnsupportedModelError(
             f"rope scaling {config['rope_scaling']!r} is not served yet; only models without it are"
