@@ -11,6 +11,7 @@ as the file does, dequantised where they are quantised, so it is an oracle for t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,8 +169,12 @@ def make_llama_directory(
     directory: Path, *, dtype: str = "float32", max_shard_size: str = "1GB", seed: int = 0, **overrides: Any
 ) -> TinyModel:
     """Write a random Llama as transformers' save_pretrained does: config.json and safetensors."""
-    model = _random_llama(seed, overrides).to(getattr(torch, dtype))
-    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    model = _random_llama(seed, overrides)
+    stored = copy.deepcopy(model).to(getattr(torch, dtype))
+    stored.save_pretrained(directory, max_shard_size=max_shard_size)
+    with torch.no_grad():  # not the buffers: rotary frequencies in bf16 are off by whole turns
+        for ours, theirs in zip(model.parameters(), stored.parameters(), strict=True):
+            ours.copy_(theirs)
     return TinyModel(directory, model.double())
 
 
