@@ -22,6 +22,7 @@ import torch
 from test_llama import predict, random_ids, tolerance
 
 from octavo.backends.native import library
+from octavo.errors import CheckpointError
 from octavo.quantization.conversion import convert
 from octavo.quantization.formats import NATIVE_TYPES, STORED_TYPES, Format, common_format
 from octavo.quantization.packing import unpack_groups
@@ -150,3 +151,19 @@ def test_what_was_rounded_is_said_once(tmp_path: Path, caplog: pytest.LogCapture
     assert line == (
         "tiny-llama-q4_k.gguf: tensors held in a format near their own, rounded to nearest: 9 of Q4_K as q8"
     )
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_weights_that_no_format_reaches_are_named(tmp_path: Path, backend: str) -> None:
+    if backend == "native" and not library.available():
+        pytest.skip("the native library is not built")
+    tiny = make_llama_gguf(tmp_path, quantization="Q4_0", **SHAPE)
+    file = GGUFFile.open(tiny.path)
+    offset = file.tensors["blk.0.ffn_down.weight"].offset
+    file.close()
+    with tiny.path.open("r+b") as raw:
+        raw.seek(offset)
+        raw.write(np.float16(9000).tobytes())
+    name = r"tiny-llama-q4_0\.gguf: weight 'model\.layers\.0\.mlp\.down_proj\.weight'"
+    with pytest.raises(CheckpointError, match=rf"{name}: it has a scale of 9000; q4m holds up to 8188"):
+        predict(tiny.path, [[1]], backend=backend)

@@ -33,7 +33,7 @@ _Q4_0_NBYTES = 18
 
 
 class StoredRows(Protocol):
-    """The part of backends.base.WeightRows that is converted."""
+    """A tensor as a file stores it; see backends.base.WeightRows."""
 
     @property
     def type_name(self) -> str: ...

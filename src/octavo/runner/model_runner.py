@@ -20,7 +20,7 @@ import torch
 from octavo.backends.base import Backend, DeviceMemory, StepInputs, WeightRows
 from octavo.config.resolve import resolve
 from octavo.config.schema import EngineConfig
-from octavo.errors import CheckpointError, ConfigError, InvalidRequestError
+from octavo.errors import CheckpointError, ConfigError, InvalidRequestError, ModelLoadError
 from octavo.messages import ModelRunnerOutput, SchedulerOutput
 from octavo.models.registry import model_builder
 from octavo.program.builder import ProgramBuilder
@@ -105,7 +105,10 @@ class ModelRunner(abc.ABC):
         for weight in self.program.weights:
             start = self.sealed.weight_offsets[weight.id]
             out = memory.weights[start : start + self.backend.table.weight_nbytes(weight)]
-            self.backend.pack_weight(weight, self._parts[weight.id], out)
+            try:
+                self.backend.pack_weight(weight, self._parts[weight.id], out)
+            except ModelLoadError as error:
+                raise type(error)(f"{self.checkpoint.path}: weight {weight.name!r}: {error}") from error
         for rope in self.program.ropes:
             start = self.sealed.rope_offsets[rope.id]
             table = memory.weights[start : start + rope.nbytes].view(torch.float32)
