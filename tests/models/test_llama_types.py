@@ -123,7 +123,7 @@ def test_odd_vocabularies(tmp_path: Path, type_name: str, tied: bool) -> None:
 
 
 def test_a_vocabulary_of_32003(tmp_path: Path) -> None:
-    check(tmp_path, lambda name: "Q5_0", vocab_size=32003)
+    check(tmp_path, lambda name: "Q5_1", vocab_size=32003)
 
 
 def test_quantised_arithmetic_on_torch_is_the_natives(tmp_path: Path) -> None:

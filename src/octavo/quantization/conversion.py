@@ -4,10 +4,10 @@ Rule: exact wherever the format can hold the type exactly; else each group of 32
 nearest value of q8, so that a weight moves by at most half of q8's step, 1/254 of the group's largest.
 Rows that need no change stay the file's own bytes; the others are converted a few megabytes at a time.
 
-    F16, BF16       -> F32    widened
-    Q4_0            -> Q4_1   w = d (q - 8) = d q + m, with m = -8 d
-    Q4_0            -> Q8_0   the same d
-    everything else -> Q8_0   dequantised, then d = max |w| / 127, rounded up to f16; q = round(w / d)
+    F16, BF16           -> F32    widened
+    Q4_0                -> Q4_1   w = d (q - 8) = d q + m, with m = -8 d
+    Q4_0, Q5_0, IQ4_NL  -> Q8_0   w = d q with integers q: the same d
+    everything else     -> Q8_0   dequantised, then d = max |w| / 127, rounded up to f16; q = round(w / d)
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ PIECE_WEIGHTS = 1 << 22
 _MOST_WEIGHTS_PER_BYTE = 6  # IQ1_S has 1.56 bits a weight
 _LARGEST = 127
 _Q4_0_NBYTES = 18
+#: Bytes of a block of 32, of types whose weights are d q with integers |q| <= 127; d leads the block.
+_WHOLE_MULTIPLES = {"Q4_0": _Q4_0_NBYTES, "Q5_0": 22, "IQ4_NL": 18}
 
 
 class StoredRows(Protocol):
@@ -79,10 +81,13 @@ def convert(raw: Bytes, type_name: str, format_: Format) -> Bytes:
         return raw.copy()
     if format_ is Format.F32:
         return dequantize(raw, type_name).view(np.uint8)
-    if type_name == "Q4_0":
-        return _repack_q4_0(raw, format_)
     if format_ is Format.Q8:
-        return requantize_q8(dequantize(raw, type_name))
+        values = dequantize(raw, type_name)
+        if type_name in _WHOLE_MULTIPLES:
+            return _with_scales(values, raw.reshape(len(raw), -1, _WHOLE_MULTIPLES[type_name])[:, :, :2])
+        return requantize_q8(values)
+    if type_name == "Q4_0":
+        return _q4_0_as_q4_1(raw)
     raise UnsupportedModelError(f"weights of type {type_name} can't be held as {format_}")
 
 
@@ -123,24 +128,31 @@ def requantize_q8(values: Floats) -> Bytes:
             )
         scale = np.where(np.isfinite(exact), scale, np.float16(np.nan))
         quants = np.rint(groups / scale.astype(np.float32)[:, :, None])
-    quants = np.nan_to_num(quants, nan=0.0, posinf=0.0, neginf=0.0)
-    return _q8_0(scale, quants.astype(np.int8)).reshape(len(values), -1)
+    return _q8_0(scale, quants).reshape(len(values), -1)
 
 
-def _q8_0(scale: npt.NDArray[np.float16], quants: npt.NDArray[np.int8]) -> Bytes:
-    """Blocks [N, groups, 34] of scales [N, groups] and integers [N, groups, 32]."""
+def _with_scales(values: Floats, scales: Bytes) -> Bytes:
+    """Rows [N, K] to Q8_0 with the f16 scales of their groups, bytes [N, K / 32, 2]. Exact: an f16 times an
+    integer of 8 bits is an f32, and a quotient that is an integer is not rounded."""
+    scale = np.ascontiguousarray(scales).view(np.float16)[:, :, 0]
+    with np.errstate(all="ignore"):
+        quants = values.reshape(*scale.shape, GROUP) / scale.astype(np.float32)[:, :, None]
+    return _q8_0(scale, quants).reshape(len(values), -1)
+
+
+def _q8_0(scale: npt.NDArray[np.float16], quants: Floats) -> Bytes:
+    """Blocks [N, groups, 34] of scales [N, groups] and whole numbers [N, groups, 32], of which those that a
+    zero, a NaN or an inf made are 0."""
     head = np.ascontiguousarray(scale[:, :, None]).view(np.uint8)
-    return np.concatenate([head, quants.view(np.uint8)], axis=2)
+    integers = np.nan_to_num(quants, nan=0.0, posinf=0.0, neginf=0.0).astype(np.int8)
+    return np.concatenate([head, integers.view(np.uint8)], axis=2)
 
 
-def _repack_q4_0(raw: Bytes, format_: Format) -> Bytes:
+def _q4_0_as_q4_1(raw: Bytes) -> Bytes:
     """Q4_0: f16 d | 16 bytes of nibbles, laid out as Q4_1's."""
     blocks = np.ascontiguousarray(raw).reshape(len(raw), -1, _Q4_0_NBYTES)
     d = blocks[:, :, :2].copy().view(np.float16)
     nibbles = blocks[:, :, 2:]
-    if format_ is Format.Q8:
-        quants = np.concatenate([nibbles & 15, nibbles >> 4], axis=2).astype(np.int8) - np.int8(8)
-        return _q8_0(d[:, :, 0], quants).reshape(len(raw), -1)
     with np.errstate(over="ignore"):
         m = d * np.float16(-8)
     if (np.isinf(m) & np.isfinite(d)).any():
