@@ -44,6 +44,7 @@ lint: $(STAMP)  ## ruff, mypy --strict and the layering contract
 bench: $(STAMP)  ## Benchmarks; the last line of each is JSON
 	$(BIN)/python benchmarks/steps.py
 	$(BIN)/python benchmarks/offline.py
+	$(BIN)/python benchmarks/load.py
 
 docs: $(STAMP)  ## Make the generated pages of docs/ anew
 	$(BIN)/python docs/generate.py

@@ -22,7 +22,7 @@ from octavo.program.ir import DType
 from octavo.program.planner import Limits, seal
 from octavo.program.pricing import OpCost, StepShape, price
 from octavo.runner.request_states import RequestStates
-from octavo.weights.checkpoint import Checkpoint
+from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.sources import resolve_model
 
 DOCS = Path(__file__).parent
@@ -36,7 +36,7 @@ def program_page() -> str:
     """docs/program.md, computed without allocating or running anything."""
     resolved = resolve({"model": MODEL})
     config = resolved.config
-    checkpoint = Checkpoint(resolve_model(MODEL, config.cache_path, progress=True))
+    checkpoint = open_checkpoint(resolve_model(MODEL, config.cache_path, progress=True))
     builder = ProgramBuilder(checkpoint.architecture, format_of=checkpoint.format_of, kv_dtype=DType.F16)
     context = int(checkpoint.config["max_position_embeddings"])
     program = model_builder(checkpoint.architecture)(builder, checkpoint.config, context)

@@ -11,7 +11,8 @@ as the file does, dequantised where they are quantised, so it is an oracle for t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,27 +53,35 @@ class TinyModel:
 
 
 def make_llama_gguf(
-    directory: Path, *, quantization: str = "F32", seed: int = 0, **config_overrides: Any
+    directory: Path,
+    *,
+    quantization: str | Callable[[str], str] = "F32",
+    seed: int = 0,
+    **config_overrides: Any,
 ) -> TinyModel:
-    """Write a random Llama. quantization: of the matrices, "F32", "Q8_0" or "Q4_1".
+    """Write a random Llama. quantization: the GGUF type of the matrices, or what gives it for a tensor by
+    its Hugging Face name. Types that the gguf package can't write get random blocks.
 
     config_overrides: fields of transformers' LlamaConfig. vocab_size is at least NUM_TOKENS; what is
     beyond has no text.
     """
     model = _random_llama(seed, config_overrides)
     config = model.config
-    path = directory / f"tiny-llama-{quantization.lower()}.gguf"
+    kind_of = quantization if callable(quantization) else lambda name: quantization
+    path = directory / f"tiny-llama-{'mixed' if callable(quantization) else quantization.lower()}.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     _add_hyperparameters(writer, config)
     _add_tokenizer(writer, config.vocab_size)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    kind = gguf.GGMLQuantizationType[quantization]
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for index, (name, parameter) in enumerate(model.named_parameters()):
             values = parameter.numpy()
-            of = kind if values.ndim == 2 else gguf.GGMLQuantizationType.F32
-            raw = quantize(values, of)
+            of = gguf.GGMLQuantizationType[kind_of(name) if values.ndim == 2 else "F32"]
+            try:
+                raw = quantize(values, of)
+            except NotImplementedError:
+                raw = random_blocks(of.name, *values.shape, std=float(values.std()), seed=index)
             parameter.copy_(torch.from_numpy(dequantize(raw, of).reshape(values.shape)))
             projection = name.split(".")[-2]
             if projection in heads:
@@ -85,11 +94,88 @@ def make_llama_gguf(
     return TinyModel(path, model.double())
 
 
+#: Bytes of each type's block that are f16 scales: anything else may be any byte.
+_F16_FIELDS = {
+    "Q4_0": [0],
+    "Q4_1": [0, 2],
+    "Q5_0": [0],
+    "Q5_1": [0, 2],
+    "Q8_0": [0],
+    "Q2_K": [80, 82],
+    "Q3_K": [108],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+    "Q6_K": [208],
+    "IQ1_S": [0],
+    "IQ2_XXS": [0],
+    "IQ2_XS": [0],
+    "IQ2_S": [0],
+    "IQ3_XXS": [0],
+    "IQ3_S": [0],
+    "IQ4_NL": [0],
+    "IQ4_XS": [0],
+    "TQ1_0": [52],
+    "TQ2_0": [64],
+    "IQ1_M": [],
+    "MXFP4": [],
+}
+
+
+def random_blocks(
+    type_name: str, rows: int, width: int, *, std: float = 0.1, seed: int = 0
+) -> npt.NDArray[np.uint8]:
+    """Rows of random, valid blocks of a GGUF type, uint8 [rows, nbytes of a row], for types that the gguf
+    package can't quantise to as well. Their values have about the standard deviation `std`."""
+    rng = np.random.default_rng(seed)
+    if type_name in ("F32", "F16", "BF16"):
+        kind = gguf.GGMLQuantizationType[type_name]
+        raw = quantize(rng.normal(0, std, (rows, width)).astype(np.float32), kind)
+        return np.ascontiguousarray(raw).view(np.uint8).reshape(rows, -1)
+    block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_name]]
+    blocks = rng.integers(0, 256, (rows, width // block, nbytes), dtype=np.uint8)
+
+    def fill(scale: float) -> None:
+        drawn = rng.uniform(0.8, 1.2, blocks.shape[:2])
+        for index, at in enumerate(_F16_FIELDS[type_name]):
+            sign, factor = 1.0, 1.0
+            if index:  # mins: GGUF adds Q4_1's and subtracts a K-quant's
+                sign, factor = (-1.0, 7.0) if type_name in ("Q4_1", "Q5_1") else (1.0, 4.0)
+            field = (drawn * scale * sign * factor).astype(np.float16)
+            blocks[:, :, at : at + 2] = field[:, :, None].view(np.uint8)
+        if type_name == "MXFP4":  # a power of two, biased by 127
+            blocks[:, :, 0] = rng.integers(122, 125, blocks.shape[:2])
+        if type_name == "IQ1_M":  # its f16 is spread over the high nibbles of its last 8 bytes
+            bits = (drawn * scale).astype(np.float16).view(np.uint16).astype(np.uint16)
+            for index in range(4):
+                high = blocks[:, :, 48 + 2 * index + 1]
+                nibble = (bits >> (4 * index) & 15).astype(np.uint8)
+                blocks[:, :, 48 + 2 * index + 1] = (high & 15) | nibble << 4
+
+    fill(1.0)
+    if type_name != "MXFP4":
+        values = dequantize(blocks.reshape(rows, -1), gguf.GGMLQuantizationType[type_name])
+        fill(std / float(values.std()))
+    return blocks.reshape(rows, -1)
+
+
 def interleave(rows: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
     """Rows of q or k in the order of llama.cpp's converter: `LlamaModel.permute` in
     convert_hf_to_gguf.py."""
     halves = rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, *rows.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows.shape))
+
+
+def make_llama_directory(
+    directory: Path, *, dtype: str = "float32", max_shard_size: str = "1GB", seed: int = 0, **overrides: Any
+) -> TinyModel:
+    """Write a random Llama as transformers' save_pretrained does: config.json and safetensors."""
+    model = _random_llama(seed, overrides)
+    stored = copy.deepcopy(model).to(getattr(torch, dtype))
+    stored.save_pretrained(directory, max_shard_size=max_shard_size)
+    with torch.no_grad():  # not the buffers: rotary frequencies in bf16 are off by whole turns
+        for ours, theirs in zip(model.parameters(), stored.parameters(), strict=True):
+            ours.copy_(theirs)
+    return TinyModel(directory, model.double())
 
 
 def _random_llama(seed: int, overrides: dict[str, Any]) -> Any:

@@ -21,7 +21,7 @@ from harness import (
 
 from octavo.backends.native import library
 from octavo.backends.native.backend import NativeBackend
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, UnsupportedModelError
 from octavo.program.builder import ProgramBuilder
 from octavo.program.ir import Buf
 from octavo.program.planner import Limits
@@ -261,7 +261,7 @@ def test_padding_is_zeroed(make_rig: MakeRig) -> None:
 
 
 def test_parts_that_do_not_fit_are_refused(make_rig: MakeRig) -> None:
-    with pytest.raises(ConfigError, match="'w' is to be q4m, but a part of it is Q8_0"):
+    with pytest.raises(UnsupportedModelError, match="weights of type Q8_0 can't be held as q4m"):
         make_rig(
             NativeBackend(1),
             lookup(64, 20),

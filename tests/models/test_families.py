@@ -6,23 +6,21 @@ same operations in another order.
 
 from __future__ import annotations
 
-import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from octavo import ModelRunner
 from octavo.backends.torch.backend import TorchBackend
 from octavo.config.resolve import resolve
 from octavo.errors import ProgramError, UnsupportedModelError
-from octavo.quantization.formats import Format
-from octavo.runner import model_runner
 
+Save = Callable[[Any], Path]
 VOCAB = 131
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -106,51 +104,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-class DictCheckpoint:
-    """A model in memory, as a checkpoint."""
-
-    def __init__(self, model: Any) -> None:
-        self.path = Path("in-memory")
-        self.config = model.config.to_dict()
-        self.architecture = self.config["model_type"]
-        heads = self.config["num_attention_heads"]
-        dim = self.config.get("head_dim") or self.config["hidden_size"] // heads
-        rope = self.config["rope_parameters"]
-        part = rope.get("partial_rotary_factor", 1.0)
-        self.config |= {"head_dim": dim, "rotary_dim": int(dim * part)}
-        self.metadata: dict[str, Any] = {}
-        with tempfile.TemporaryDirectory() as folder:
-            model.save_pretrained(folder)  # under the names that checkpoints have
-            self._tensors = load_file(Path(folder) / "model.safetensors")
-
-    def format_of(self, parts: tuple[str, ...]) -> Format:
-        return Format.F32
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name].shape
-
-    def rows(self, name: str, shape: tuple[int, ...]) -> Any:
-        values = self._tensors[name]
-        assert values.shape[1:] == shape[1:], name
-
-        class Rows:
-            type_name = "F32"
-            raw = np.ascontiguousarray(values).view(np.uint8).reshape(len(values), -1)
-            row_order = None
-
-            def dequantize(self) -> np.ndarray:
-                return values
-
-        return Rows()
-
-    def check_all_used(self, names: Any) -> None:
-        left = set(self._tensors) - set(names) - {"lm_head.weight"}
-        assert not left, f"never read: {sorted(left)}"
-
-    def close(self) -> None:
-        pass
-
-
 def make_model(family: str, seed: int = 0) -> Any:
     kind, differences = FAMILIES[family]
     torch.manual_seed(seed)
@@ -168,10 +121,19 @@ def make_model(family: str, seed: int = 0) -> Any:
     return model
 
 
-def make_runner(model: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> ModelRunner:
-    monkeypatch.setattr(model_runner, "resolve_model", lambda *a, **k: Path("in-memory"))
-    monkeypatch.setattr(model_runner, "Checkpoint", lambda path: DictCheckpoint(model))
-    return ModelRunner("in-memory", resolve(settings).config, backend=TorchBackend(num_threads=1))
+@pytest.fixture
+def save(tmp_path: Path) -> Callable[[Any], Path]:
+    """Writes a model as transformers does, and says where."""
+
+    def write(model: Any) -> Path:
+        model.save_pretrained(tmp_path)
+        return tmp_path
+
+    return write
+
+
+def make_runner(path: Path, **settings: Any) -> ModelRunner:
+    return ModelRunner(path, resolve(settings).config, backend=TorchBackend(num_threads=1))
 
 
 def oracle(model: Any, ids: list[list[int]]) -> tuple[np.ndarray, float]:
@@ -184,47 +146,41 @@ def oracle(model: Any, ids: list[list[int]]) -> tuple[np.ndarray, float]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_equal_transformers(family: str, save: Save) -> None:
     model = make_model(family)
+    path = save(model)
     rng = np.random.default_rng(0)
     # 7, 8, 9 and 40: around a window of 8, and five of them
     for length in (7, 8, 9, 40, 100):
         ids = rng.integers(0, VOCAB, (2, length)).tolist()
         exact, error = oracle(model, ids)
-        whole = make_runner(
-            model, monkeypatch, max_num_batched_tokens=256, max_num_seqs=256, max_model_len=128
-        )
+        whole = make_runner(path, max_num_batched_tokens=256, max_num_seqs=256, max_model_len=128)
         logits = whole.predict(ids)
         assert np.abs(logits - exact).max() <= 32 * max(error, 1e-7 * np.abs(exact).max())
-        chunked = make_runner(model, monkeypatch, max_num_batched_tokens=5, max_num_seqs=5, max_model_len=128)
+        chunked = make_runner(path, max_num_batched_tokens=5, max_num_seqs=5, max_model_len=128)
         assert np.array_equal(chunked.predict(ids), logits)
 
 
-def test_longrope_beyond_the_original_context_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model("phi3 longrope")
+def test_longrope_beyond_the_original_context_is_refused(save: Save) -> None:
+    path = save(make_model("phi3 longrope"))
     with pytest.raises(UnsupportedModelError, match=r"beyond 128 positions.*--max-model-len 128 or less"):
-        make_runner(model, monkeypatch)
+        make_runner(path)
 
 
-def test_what_native_does_not_serve_falls_back_to_torch(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = make_model("gemma2")
-    make_runner(model, monkeypatch)
-    runner = ModelRunner("in-memory", resolve({}).config)
-    assert runner.backend.name == "torch"
+def test_what_native_does_not_serve_falls_back_to_torch(save: Save, caplog: pytest.LogCaptureFixture) -> None:
+    path = save(make_model("gemma2"))
+    assert ModelRunner(path, resolve({}).config).backend.name == "torch"
     said = [record.getMessage() for record in caplog.records]
     assert any("no kernel with a softcap" in line and "torch backend serves it" in line for line in said)
     with pytest.raises(ProgramError, match="no kernel with a softcap"):
-        ModelRunner("in-memory", resolve({"backend": "native"}).config)
+        ModelRunner(path, resolve({"backend": "native"}).config)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral window", "qwen2"])
-def test_native_serves_close_relatives(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_serves_close_relatives(family: str, save: Save) -> None:
     model = make_model(family)
     ids = np.random.default_rng(0).integers(0, VOCAB, (2, 40)).tolist()
     exact, error = oracle(model, ids)
-    make_runner(model, monkeypatch)
     settings = {"backend": "native", "kv_dtype": "f32", "max_num_seqs": 64}
-    runner = ModelRunner("in-memory", resolve(settings).config)
+    runner = ModelRunner(save(model), resolve(settings).config)
     assert np.abs(runner.predict(ids) - exact).max() <= 32 * error

@@ -9,10 +9,10 @@ import pytest
 from gguf.quants import dequantize, quantize
 
 from octavo.errors import UnsupportedModelError
-from octavo.quantization.formats import GGUF_FORMATS, GROUP, Format
-from octavo.quantization.packing import Groups, unpack_groups
+from octavo.quantization.formats import GROUP, NATIVE_TYPES, Format
+from octavo.quantization.packing import unpack_groups
 
-TYPES = [name for name, format_ in GGUF_FORMATS.items() if format_.quantized]
+TYPES = [name for format_, name in NATIVE_TYPES.items() if format_.quantized]
 
 
 def random_bytes(type_name: str, rows: int, groups: int) -> npt.NDArray[np.uint8]:
@@ -27,15 +27,6 @@ def random_bytes(type_name: str, rows: int, groups: int) -> npt.NDArray[np.uint8
     return raw.reshape(rows, -1)
 
 
-def value(groups: Groups) -> npt.NDArray[np.float32]:
-    """w = d * q (+ m), rounded as the contract of the embedding says."""
-    q = groups.q.reshape(groups.q.shape[0], -1, GROUP).astype(np.float32)
-    w = groups.d[:, :, None] * q
-    if groups.m is not None:
-        w = w + groups.m[:, :, None]
-    return w.reshape(groups.q.shape)
-
-
 @pytest.mark.parametrize("type_name", TYPES)
 @pytest.mark.parametrize("rows", [1, 37])
 def test_unpacking_is_exact(type_name: str, rows: int) -> None:
@@ -44,7 +35,7 @@ def test_unpacking_is_exact(type_name: str, rows: int) -> None:
     assert (found.q.dtype, found.q.shape) == (np.int8, (rows, 160))
     assert (found.d.dtype, found.d.shape) == (np.float32, (rows, 5))
     assert (found.m is None) == (type_name == "Q8_0")
-    assert np.array_equal(value(found), dequantize(raw, gguf.GGMLQuantizationType[type_name]))
+    assert np.array_equal(found.values(), dequantize(raw, gguf.GGMLQuantizationType[type_name]))
 
 
 @pytest.mark.parametrize("type_name", TYPES)
@@ -53,7 +44,7 @@ def test_quantised_weights(type_name: str) -> None:
     kind = gguf.GGMLQuantizationType[type_name]
     raw = quantize(weights, kind)
     found = unpack_groups(type_name, raw)
-    assert np.array_equal(value(found), dequantize(raw, kind))
+    assert np.array_equal(found.values(), dequantize(raw, kind))
     if type_name == "Q4_1":
         assert found.q.min() == 0
         assert found.q.max() == 15
@@ -78,7 +69,7 @@ def test_other_types_are_refused_by_name() -> None:
 
 
 def test_formats_count_the_bytes_of_ggml() -> None:
-    for name, format_ in GGUF_FORMATS.items():
+    for format_, name in NATIVE_TYPES.items():
         block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
         assert format_.group_nbytes == nbytes * GROUP // block
     assert [f for f in Format if f.quantized] == [Format.Q4M, Format.Q8]

@@ -209,11 +209,16 @@ def test_resolve_takes_the_path_of_a_gguf_file(tmp_path: Path) -> None:
     assert resolve_model(str(path), tmp_path, progress=False) == path
 
 
-def test_resolve_refuses_what_exists_but_is_no_gguf_file(tmp_path: Path) -> None:
+def test_resolve_takes_a_directory_with_a_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    assert resolve_model(str(tmp_path), tmp_path, progress=False) == tmp_path
+
+
+def test_resolve_refuses_what_is_neither(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "folder.gguf").mkdir()
     for name in ("model.safetensors", "folder.gguf", ""):
-        with pytest.raises(UnsupportedModelError, match=r"only GGUF files.*smollm2-135m-instruct"):
+        with pytest.raises(UnsupportedModelError, match=r"Served are GGUF files.*smollm2-135m-instruct"):
             resolve_model(str(tmp_path / name), tmp_path, progress=False)
 
 

@@ -15,6 +15,7 @@ from gguf.quants import dequantize, quantize
 from octavo.errors import CheckpointError, UnsupportedModelError
 from octavo.quantization.formats import Format
 from octavo.weights.checkpoint import Checkpoint
+from octavo.weights.gguf_checkpoint import GGUFCheckpoint
 
 LAYER = "model.layers.0"
 Q, K, V = (f"{LAYER}.self_attn.{p}_proj.weight" for p in "qkv")
@@ -72,7 +73,7 @@ def write(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return Checkpoint(path)
+    return GGUFCheckpoint(path)
 
 
 @pytest.fixture
@@ -182,21 +183,38 @@ def test_formats(path: Path) -> None:
     assert checkpoint.format_of((Q, K)) is Format.Q4M
     assert checkpoint.format_of((V,)) is Format.Q8
     assert checkpoint.format_of(("model.embed_tokens.weight",)) is Format.F32
-    with pytest.raises(
-        UnsupportedModelError,
-        match=rf"tiny\.gguf: {Q}, {K}, {V} are stored as q4m, q8, but are computed as one matrix",
-    ):
-        checkpoint.format_of((Q, K, V))
+    assert not checkpoint.notes
+    assert checkpoint.format_of((Q, K, V)) is Format.Q8  # holds both
+    assert checkpoint.notes == [
+        "tiny.gguf: tensors held in a format near their own, rounded to nearest: 2 of Q4_1 as q8"
+    ]
+    assert checkpoint.format_of((Q, "model.embed_tokens.weight")) is Format.F32
 
 
-@pytest.mark.parametrize("type_name", ["F16", "BF16", "Q4_0", "Q5_0"])
-def test_other_types_are_refused_by_name(path: Path, type_name: str) -> None:
+@pytest.mark.parametrize(
+    ("type_name", "format_", "rounded"),
+    [
+        ("F16", Format.F32, False),
+        ("BF16", Format.F32, False),
+        ("Q4_0", Format.Q4M, False),
+        ("Q5_0", Format.Q8, False),
+        ("Q5_1", Format.Q8, True),
+        ("MXFP4", Format.Q8, True),
+    ],
+)
+def test_other_types_take_the_format_nearest(
+    path: Path, type_name: str, format_: Format, rounded: bool
+) -> None:
     checkpoint = write(path, types={"blk.0.attn_v": type_name})
-    with pytest.raises(
-        UnsupportedModelError,
-        match=rf"'blk\.0\.attn_v\.weight' is {type_name}; served so far: Q4_1, Q8_0, F32\. Use a",
-    ):
-        checkpoint.format_of((V,))
+    assert checkpoint.format_of((V,)) is format_
+    note = f"tiny.gguf: tensors held in a format near their own, rounded to nearest: 1 of {type_name} as q8"
+    assert checkpoint.notes == ([note] if rounded else [])
+
+
+def test_types_that_are_no_weights_are_refused_by_name(path: Path) -> None:
+    checkpoint = write(path, extra={"output.weight": np.ones((50, 64), np.int8)})  # type: ignore[dict-item]
+    with pytest.raises(UnsupportedModelError, match=r"tiny\.gguf: tensor 'output\.weight' is I8, which no"):
+        checkpoint.format_of(("lm_head.weight",))
 
 
 def test_missing_tensors_are_named_as_the_file_would(path: Path) -> None:
@@ -247,7 +265,7 @@ def test_nothing_is_read_after_close(path: Path) -> None:
 
 
 def test_smollm2(smollm2_path: Path) -> None:
-    checkpoint = Checkpoint(smollm2_path)
+    checkpoint = GGUFCheckpoint(smollm2_path)
     assert checkpoint.config["num_hidden_layers"] == 30
     assert checkpoint.config["rope_parameters"]["rope_theta"] == 100000.0
     assert checkpoint.config["tie_word_embeddings"]

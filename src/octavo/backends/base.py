@@ -15,6 +15,7 @@ import torch
 
 from octavo.program.ir import Weight
 from octavo.program.planner import KernelTable, Limits, SealedProgram
+from octavo.quantization.conversion import StoredRows
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -74,21 +75,13 @@ class DeviceMemory:
     kv: torch.Tensor
 
 
-class WeightRows(Protocol):
-    """One checkpoint tensor, as the loader hands it to a backend.
+class WeightRows(StoredRows, Protocol):
+    """One checkpoint tensor, as the loader hands it to a backend, which takes it in `pieces` of the format
+    that its weight has.
 
-    raw: uint8 [rows, nbytes of a row], in the layout of GGUF's `type_name`. row_order: output row i
-    is raw row row_order[i]; None where the order is kept.
+    raw: uint8 [rows, nbytes of a row], in the layout of `type_name`; a vector is one row. row_order: output
+    row i is raw row row_order[i]; None where the order is kept.
     """
-
-    @property
-    def type_name(self) -> str: ...
-    @property
-    def raw(self) -> npt.NDArray[np.uint8]: ...
-    @property
-    def row_order(self) -> Int32Array | None: ...
-    def dequantize(self) -> npt.NDArray[np.float32]:
-        """f32 [rows, K], rows in output order."""
 
 
 class Backend(Protocol):

@@ -151,11 +151,13 @@ def activation_of(config: Config) -> str:
 
 def window_of(config: Config, layer: int) -> int | None:
     """A layer's sliding window, from layer_types where the config has them."""
-    kinds = config.get("layer_types")
     window = config.get("sliding_window")
-    if not window or (kinds is not None and kinds[layer] != "sliding_attention"):
+    if not window or (config["model_type"].startswith("qwen") and not config.get("use_sliding_window")):
         return None
-    return int(window)
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        return int(window) if kinds[layer] == "sliding_attention" else None
+    return int(window) if layer >= int(config.get("max_window_layers") or 0) else None
 
 
 def _stacked(b: ProgramBuilder, name: str, shape: tuple[int, ...], parts: list[str]) -> Weight:

@@ -38,7 +38,7 @@ def build(b: ProgramBuilder, config: Config, max_model_len: int) -> Program:
     layers = config["num_hidden_layers"]
     for layer in range(layers):
         name = f"model.layers.{layer}"
-        window = window_of(config, layer)
+        window = window_of(config, layer) if _windowed(config, layer) else None
         spec = attention_spec(
             config,
             full if window is None else local,
@@ -59,6 +59,15 @@ def build(b: ProgramBuilder, config: Config, max_model_len: int) -> Program:
         following = f"model.layers.{layer + 1}.input_layernorm" if layer + 1 < layers else "model.norm"
         x, residual = b.add_rms_norm(out, residual, _norm(b, config, following), eps=eps)
     return b.build(_logits(b, config, x, embed))
+
+
+def _windowed(config: Config, layer: int) -> bool:
+    """Whether a layer has a window, where a config of an older version does not list layer_types."""
+    if config.get("layer_types") is not None:
+        return True  # window_of knows
+    if config["model_type"] == "gemma2":
+        return layer % 2 == 0
+    return (layer + 1) % int(config.get("sliding_window_pattern") or 6) != 0
 
 
 def _ropes(

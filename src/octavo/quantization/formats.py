@@ -6,11 +6,15 @@ dimension, and hold 32 weights.
     q4m   w = d * q + m          q: 4 bit, d, m: f16   5   bit a weight   (GGUF Q4_1)
     q8    w = d * q              q: int8,  d: f16      8.5 bit            (GGUF Q8_0)
     f32   w                                            32  bit
+
+A type that no format holds exactly goes to q8; `conversion` says how.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 GROUP = 32
 
@@ -33,5 +37,39 @@ class Format(enum.StrEnum):
         return {Format.Q4M: 16 + 2 + 2, Format.Q8: 32 + 2, Format.F32: 4 * GROUP}[self]
 
 
-#: The format that holds each GGUF tensor type without loss.
-GGUF_FORMATS = {"Q4_1": Format.Q4M, "Q8_0": Format.Q8, "F32": Format.F32}
+@dataclass(frozen=True, slots=True)
+class Held:
+    """How a stored type is held: in which format, and whether that loses nothing."""
+
+    format: Format
+    lossless: bool
+
+
+#: The GGUF type whose rows are the format's own: what packing reads.
+NATIVE_TYPES = {Format.Q4M: "Q4_1", Format.Q8: "Q8_0", Format.F32: "F32"}
+#: Types that a format holds as they are, or after an exact change of layout.
+_LOSSLESS = {
+    "Q4_1": Format.Q4M,
+    "Q4_0": Format.Q4M,
+    "Q8_0": Format.Q8,
+    "Q5_0": Format.Q8,
+    "IQ4_NL": Format.Q8,
+    "F32": Format.F32,
+    "F16": Format.F32,
+    "BF16": Format.F32,
+}
+#: Types of at most 6 bits a weight: q8 holds them with an error far below their own step.
+_REQUANTIZED = (
+    *("Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S"),
+    *("IQ3_XXS", "IQ3_S", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4", "Q1_0"),
+)
+#: How each type of a checkpoint's tensors is held. Safetensors' dtypes have the same names.
+STORED_TYPES = {name: Held(format_, True) for name, format_ in _LOSSLESS.items()} | {
+    name: Held(Format.Q8, False) for name in _REQUANTIZED
+}
+
+
+def common_format(type_names: Iterable[str]) -> Format:
+    """The format of a matrix stacked from tensors of these types: the widest that one of them takes."""
+    widths = [STORED_TYPES[name].format for name in type_names]
+    return max(widths, key=lambda format_: format_.group_nbytes)

@@ -30,6 +30,15 @@ class Groups:
     d: npt.NDArray[np.float32]
     m: npt.NDArray[np.float32] | None
 
+    def values(self) -> npt.NDArray[np.float32]:
+        """w = d q (+ m), f32 [N, K]. d q is exact, so only the sum is rounded."""
+        w = self.q.reshape(*self.d.shape, GROUP).astype(np.float32)
+        with np.errstate(all="ignore"):  # a damaged file's scales may be inf or NaN; the result shows it
+            w *= self.d[:, :, None]
+            if self.m is not None:
+                w += self.m[:, :, None]
+        return w.reshape(self.q.shape)
+
 
 def unpack_groups(type_name: str, raw: npt.NDArray[np.uint8]) -> Groups:
     """Integers and scales of rows in GGUF's layout, raw uint8 [N, nbytes of a row]."""

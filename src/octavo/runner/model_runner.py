@@ -21,7 +21,13 @@ import torch
 from octavo.backends.base import Backend, DeviceMemory, StepInputs, WeightRows
 from octavo.config.resolve import resolve
 from octavo.config.schema import EngineConfig
-from octavo.errors import CheckpointError, ConfigError, InvalidRequestError, ProgramError
+from octavo.errors import (
+    CheckpointError,
+    ConfigError,
+    InvalidRequestError,
+    ModelLoadError,
+    ProgramError,
+)
 from octavo.messages import ModelRunnerOutput, SchedulerOutput
 from octavo.models.registry import Build, model_builder
 from octavo.program.builder import ProgramBuilder
@@ -31,7 +37,7 @@ from octavo.program.rope import cos_sin
 from octavo.runner import step_inputs
 from octavo.runner.request_states import RequestStates
 from octavo.sampling.sampler import SamplingRow, sample
-from octavo.weights.checkpoint import Checkpoint
+from octavo.weights.checkpoint import Checkpoint, open_checkpoint
 from octavo.weights.sources import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -61,7 +67,7 @@ class ModelRunner(abc.ABC):
         """model: a path or a catalog name. backend overrides the config's choice."""
         config = config or resolve({}).config
         _runner_class(device)  # refuses what isn't served
-        self.checkpoint = Checkpoint(resolve_model(str(model), config.cache_path, progress=True))
+        self.checkpoint = open_checkpoint(resolve_model(str(model), config.cache_path, progress=True))
         build = model_builder(self.checkpoint.architecture)
         self.max_model_len = _max_model_len(config, self.checkpoint)
         self.backend = backend or self._choose_backend(config)
@@ -91,6 +97,8 @@ class ModelRunner(abc.ABC):
         self.program = build(builder, self.checkpoint.config, self.max_model_len)
         self.checkpoint.check_all_used(part for weight in self.program.weights for part in weight.parts)
         self._parts = {weight.id: _parts(self.checkpoint, weight) for weight in self.program.weights}
+        for note in self.checkpoint.notes:
+            logger.info(note)
         limits = Limits(
             max_tokens=config.max_num_batched_tokens,
             max_seqs=config.max_num_seqs,
@@ -117,7 +125,10 @@ class ModelRunner(abc.ABC):
         for weight in self.program.weights:
             start = self.sealed.weight_offsets[weight.id]
             out = memory.weights[start : start + self.backend.table.weight_nbytes(weight)]
-            self.backend.pack_weight(weight, self._parts[weight.id], out)
+            try:
+                self.backend.pack_weight(weight, self._parts[weight.id], out)
+            except ModelLoadError as error:
+                raise type(error)(f"{self.checkpoint.path}: weight {weight.name!r}: {error}") from error
             if weight.offset:  # every backend keeps vectors as plain f32
                 out.view(torch.float32)[: weight.shape[0]] += weight.offset
         for rope in self.program.ropes:

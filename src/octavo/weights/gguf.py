@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.errors import CheckpointError, UnsupportedModelError
+from octavo.quantization.conversion import dequantize
 
 DEFAULT_ALIGNMENT = 32
 #: A metadata array may hold arrays; nobody nests deeper than two.
@@ -159,20 +160,11 @@ class GGUFFile:
 
     def dequantize(self, name: str) -> npt.NDArray[np.float32]:
         """The tensor as float32 [*shape], in memory of its own."""
-        import gguf
-
         info = self._info(name)
-        raw = self.raw(name)
-        # Scales may be inf or NaN in a damaged file: the caller sees them in the result.
-        with np.errstate(all="ignore"):
-            try:
-                values = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[info.type_name])
-            except (NotImplementedError, KeyError) as error:
-                raise UnsupportedModelError(
-                    f"{self.path}: tensor {name!r} is stored as {info.type_name}, which this version of the "
-                    "gguf package can't dequantise; use a file quantised to another type"
-                ) from error
-        return np.array(values, dtype=np.float32).reshape(info.shape)
+        try:
+            return dequantize(self.raw(name), info.type_name).reshape(info.shape)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{self.path}: tensor {name!r}: {error}") from error
 
     def close(self) -> None:
         """Let go of the file. Views handed out by `raw` keep the mapping alive for themselves."""

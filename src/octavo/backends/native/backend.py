@@ -11,10 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from octavo.backends.base import DeviceMemory, Int32Array, StepInputs, WeightRows
+from octavo.backends.base import DeviceMemory, StepInputs, WeightRows
 from octavo.backends.native import library
 from octavo.backends.native.library import DTypeCode, FormatCode, Isa, OpCode, OpDesc, RowsCode
 from octavo.backends.native.table import NativeKernelTable
@@ -36,7 +35,8 @@ from octavo.program.ir import (
     Weight,
 )
 from octavo.program.planner import ALIGNMENT, PlannedOp, SealedProgram
-from octavo.quantization.formats import GGUF_FORMATS, Format
+from octavo.quantization.conversion import pieces
+from octavo.quantization.formats import Format
 
 _FORMATS = {Format.F32: FormatCode.F32, Format.Q4M: FormatCode.Q4M, Format.Q8: FormatCode.Q8}
 _DTYPES = {DType.F32: DTypeCode.F32, DType.F16: DTypeCode.F16}
@@ -82,13 +82,14 @@ class NativeBackend:
         context = self._require_context()
         out.zero_()
         if len(weight.shape) == 1:
-            values = np.concatenate([part.dequantize().reshape(-1) for part in parts])
+            raws = [piece.raw.reshape(-1) for part in parts for piece in pieces(part, Format.F32)]
+            values = np.concatenate(raws).view(np.float32)
             _expect_rows(weight, len(values))
             out[: values.nbytes].view(torch.float32).copy_(torch.from_numpy(values))
             return
         first_row = 0
-        for part in parts:
-            raw, row_order = _raw_rows(weight, part)
+        for piece in (piece for part in parts for piece in pieces(part, weight.format)):
+            raw, row_order = np.ascontiguousarray(piece.raw), piece.row_order
             num_rows = len(raw) if row_order is None else len(row_order)
             if first_row + num_rows <= weight.shape[0]:
                 job = library.PackJob(
@@ -277,19 +278,6 @@ class _OpWriter:
 
     def _weight(self, weight: Weight) -> int:
         return self._weights + self._sealed.weight_offsets[weight.id]
-
-
-def _raw_rows(weight: Weight, part: WeightRows) -> tuple[npt.NDArray[np.uint8], Int32Array | None]:
-    """A part's bytes as the packer wants them for the weight's format, and their order."""
-    if GGUF_FORMATS.get(part.type_name) is weight.format:
-        return np.ascontiguousarray(part.raw), part.row_order
-    if weight.format is Format.F32:
-        rows = np.ascontiguousarray(part.dequantize(), dtype=np.float32)
-        return rows.view(np.uint8), None
-    raise ConfigError(
-        f"weight {weight.name!r} is to be {weight.format}, but a part of it is {part.type_name}, "
-        "which does not repack to that without loss"
-    )
 
 
 def _expect_rows(weight: Weight, found: int) -> None:

@@ -6,6 +6,7 @@ first, row-invariant always; see linear.py, attention.py and elementwise.py for 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -40,8 +41,9 @@ from octavo.program.ir import (
     Weight,
 )
 from octavo.program.planner import SealedProgram
-from octavo.quantization.formats import GROUP, Format
-from octavo.quantization.packing import unpack_groups
+from octavo.quantization.conversion import pieces
+from octavo.quantization.formats import GROUP, NATIVE_TYPES, Format
+from octavo.quantization.packing import Groups, unpack_groups
 
 
 class _Step:
@@ -88,22 +90,26 @@ class TorchBackend:
     # -- loading ------------------------------------------------------------------------------
 
     def pack_weight(self, weight: Weight, parts: list[WeightRows], out: torch.Tensor) -> None:
-        """Dequantise, or unpack to integers and scales, part by part."""
-        if not (self._quantized and weight.format.quantized):
-            rows = np.concatenate([part.dequantize() for part in parts])
-            out.view(torch.float32).copy_(torch.from_numpy(rows.reshape(-1)))
-            return
-        target = _quantized_views(weight, out)
+        """Dequantise, or unpack to integers and scales, piece by piece."""
+        quantized = weight.format.quantized
+        target = _quantized_views(weight, out) if self._quantized and quantized else None
+        values = out.view(torch.float32).view(weight.shape[0], -1) if target is None else None
         start = 0
-        for part in parts:
-            raw = part.raw if part.row_order is None else part.raw[part.row_order]
-            groups = unpack_groups(part.type_name, raw)
-            stop = start + raw.shape[0]
-            target.q[start:stop] = torch.from_numpy(groups.q)
-            target.d[start:stop] = torch.from_numpy(groups.d)
-            if target.m is not None:
-                assert groups.m is not None
-                target.m[start:stop] = torch.from_numpy(groups.m)
+        for piece in (piece for part in parts for piece in pieces(part, weight.format)):
+            raw = piece.raw if piece.row_order is None else piece.raw[piece.row_order]
+            if not quantized:
+                rows = raw.view(np.float32).reshape(-1, math.prod(weight.shape[1:]))
+                stop = start + rows.shape[0]
+                assert values is not None
+                values[start:stop] = torch.from_numpy(rows.copy())  # torch wants it writable
+            else:
+                groups = unpack_groups(NATIVE_TYPES[weight.format], raw)
+                stop = start + groups.q.shape[0]
+                if target is None:
+                    assert values is not None
+                    values[start:stop] = torch.from_numpy(groups.values())
+                else:
+                    _write_groups(target, groups, start, stop)
             start = stop
 
     def bind(self, sealed: SealedProgram, memory: DeviceMemory, inputs: StepInputs) -> None:
@@ -291,6 +297,14 @@ class TorchBackend:
         MoE: _moe,
         GatherRows: _gather_rows,
     }
+
+
+def _write_groups(target: QuantizedWeight, groups: Groups, start: int, stop: int) -> None:
+    target.q[start:stop] = torch.from_numpy(groups.q)
+    target.d[start:stop] = torch.from_numpy(groups.d)
+    if target.m is not None:
+        assert groups.m is not None
+        target.m[start:stop] = torch.from_numpy(groups.m)
 
 
 def _quantized_views(weight: Weight, memory: torch.Tensor) -> QuantizedWeight:

@@ -1,0 +1,167 @@
+"""Conversions against the gguf package's dequantisation, on random blocks of every type."""
+
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import dataclass
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from octavo.errors import CheckpointError, UnsupportedModelError
+from octavo.quantization import conversion
+from octavo.quantization.conversion import convert, dequantize, pieces, requantize_q8
+from octavo.quantization.formats import GROUP, NATIVE_TYPES, STORED_TYPES, Format, common_format
+from octavo.quantization.packing import unpack_groups
+from tiny_models import random_blocks
+
+#: Not in every version of the gguf package that we run with.
+RECENT = {"NVFP4", "Q1_0"}
+TYPES = [name for name in STORED_TYPES if name not in RECENT]
+ROUNDED = [name for name in TYPES if not STORED_TYPES[name].lossless]
+#: Levels of a group of 32, where all 32 share a scale.
+LEVELS = {"Q5_1": 32, "Q4_K": 16, "Q5_K": 32, "TQ1_0": 3, "TQ2_0": 3}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tensor in memory."""
+
+    type_name: str
+    raw: npt.NDArray[np.uint8]
+    row_order: npt.NDArray[np.int32] | None = None
+
+
+def value(raw: npt.NDArray[np.uint8], format_: Format) -> npt.NDArray[np.float32]:
+    if format_ is Format.F32:
+        return np.ascontiguousarray(raw).view(np.float32)
+    return unpack_groups(NATIVE_TYPES[format_], raw).values()
+
+
+def theirs(type_name: str, raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[type_name]).astype(np.float32)
+
+
+@pytest.mark.parametrize("type_name", TYPES)
+def test_dequantised_as_the_gguf_package_does(type_name: str) -> None:
+    raw = random_blocks(type_name, 7, 512)
+    assert np.array_equal(dequantize(raw, type_name), theirs(type_name, raw))
+
+
+@pytest.mark.parametrize("type_name", [name for name in TYPES if STORED_TYPES[name].lossless])
+def test_what_is_called_lossless_is(type_name: str) -> None:
+    raw = random_blocks(type_name, 9, 512)
+    format_ = STORED_TYPES[type_name].format
+    assert np.array_equal(value(convert(raw, type_name, format_), format_), theirs(type_name, raw))
+
+
+def test_q4_0_beside_q8_is_exact_too() -> None:
+    raw = random_blocks("Q4_0", 9, 512)
+    raw[3, :18] = 0
+    assert np.array_equal(value(convert(raw, "Q4_0", Format.Q8), Format.Q8), theirs("Q4_0", raw))
+
+
+@pytest.mark.parametrize("type_name", ROUNDED)
+def test_the_added_error_is_far_below_the_types_own_step(type_name: str) -> None:
+    """At most half a step of q8. Steps are those of a group of 32: where its halves have scales of their own,
+    those of the coarser. A type of n levels has steps of at least range / (n - 1), and no type has
+    more than 64 levels; the range of a group that spans zero is at least its largest weight, 127 steps of
+    q8. So even at 64 levels the error is below a third of the type's step: 0.5 / (127 / 63) = 0.25."""
+    raw = random_blocks(type_name, 64, 1024)
+    before = theirs(type_name, raw).reshape(64, -1, GROUP)
+    after = value(convert(raw, type_name, Format.Q8), Format.Q8).reshape(before.shape)
+    error = np.abs(after.astype(np.float64) - before).max(axis=2)
+    largest = np.abs(before).max(axis=2)
+    half_step = largest / 127 / 2 * (1 + 2.0**-10) + 2.0**-25  # of f16 scales, rounded up
+    assert (error <= half_step).all()
+    spans_zero = (before.min(axis=2) <= 0) & (before.max(axis=2) >= 0) & (largest > 0)
+    assert spans_zero.mean() > 0.3, "few groups of these are like weights"
+    step = (before.max(axis=2) - before.min(axis=2)) / (LEVELS.get(type_name, 64) - 1)
+    assert (error < step / 3)[spans_zero].all()
+    assert error.max() > 0, "nothing was rounded"
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-6, 1e-9, 8e6])
+def test_every_magnitude_is_within_half_a_step(scale: float) -> None:
+    values = (np.random.default_rng(3).uniform(-1, 1, (16, 96)) * scale).astype(np.float32)
+    after = value(requantize_q8(values), Format.Q8)
+    step = np.repeat(np.abs(values).reshape(16, -1, GROUP).max(axis=2), GROUP, axis=1) / 127
+    assert (np.abs(after - values) <= step * 0.5 * (1 + 2.0**-9) + 2.0**-25).all()
+
+
+def test_zeros_stay_zeros_and_nan_stays_visible() -> None:
+    values = np.ones((3, 64), np.float32)
+    values[0, :GROUP] = 0
+    values[1, 5], values[2, 40] = np.nan, -np.inf
+    after = value(requantize_q8(values), Format.Q8)
+    assert (after[0, :GROUP] == 0).all()
+    assert np.isnan(after[1, :GROUP]).all()
+    assert np.isnan(after[2, GROUP:]).all()
+    np.testing.assert_allclose(after[[0, 1, 2], [GROUP, GROUP, 0]], 1, rtol=1e-3)
+
+
+def test_weights_beyond_f16_scales_are_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"weights as large as 1e\+07; the scales of q8 hold up to"):
+        requantize_q8(np.full((1, GROUP), 1e7, np.float32))
+    raw = np.zeros((1, 18), np.uint8)
+    raw[0, :2] = np.array([9000], np.float16).view(np.uint8)
+    with pytest.raises(CheckpointError, match="a scale of 9000; q4m holds up to 8188"):
+        convert(raw, "Q4_0", Format.Q4M)
+
+
+def test_a_format_too_narrow_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="Q8_0 can't be held as q4m"):
+        convert(random_blocks("Q8_0", 1, 32), "Q8_0", Format.Q4M)
+
+
+@pytest.mark.parametrize("type_name", ["Q4_1", "Q8_0", "F32"])
+def test_rows_that_need_no_change_are_the_files_own(type_name: str) -> None:
+    raw = random_blocks(type_name, 4, 64)
+    order = np.array([3, 1, 0, 2], np.int32)
+    (piece,) = pieces(Rows(type_name, raw, order), STORED_TYPES[type_name].format)
+    assert piece.raw is raw
+    assert piece.row_order is order
+
+
+def test_floats_at_odd_addresses_are_copied() -> None:
+    values = np.arange(64, dtype=np.float32)
+    odd = np.zeros(257, np.uint8)[1:].reshape(2, -1)
+    odd[:] = values.view(np.uint8).reshape(2, -1)
+    (piece,) = pieces(Rows("F32", odd), Format.F32)
+    assert piece.raw.ctypes.data % 4 == 0
+    assert np.array_equal(piece.raw.view(np.float32).reshape(-1), values)
+
+
+@pytest.mark.parametrize("type_name", ["Q4_0", "Q6_K", "BF16", "Q4_1"])
+def test_pieces_are_the_whole_in_order(type_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = random_blocks(type_name, 37, 256)
+    order = np.random.default_rng(0).permutation(37).astype(np.int32)
+    format_ = Format.F32 if type_name == "Q4_1" else STORED_TYPES[type_name].format
+    whole = convert(raw, type_name, format_)[order]
+    for weights in (1, 5000, 20000):
+        monkeypatch.setattr(conversion, "PIECE_WEIGHTS", weights)
+        found = list(pieces(Rows(type_name, raw, order), format_))
+        assert len(found) > 1
+        assert np.array_equal(np.concatenate([piece.raw for piece in found]), whole)
+
+
+def test_memory_is_that_of_a_piece() -> None:
+    raw = np.zeros((8192, 24 * 128), np.uint8)  # 32 M weights, 128 MiB as f32
+    tracemalloc.start()
+    try:
+        for _ in pieces(Rows("Q5_1", raw), Format.Q8):
+            pass
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 << 20
+
+
+def test_a_matrix_takes_the_format_that_holds_all_its_parts() -> None:
+    assert common_format(["Q4_0", "Q4_1"]) is Format.Q4M
+    assert common_format(["Q4_1", "Q6_K"]) is Format.Q8
+    assert common_format(["Q4_K", "Q6_K", "Q4_0"]) is Format.Q8
+    assert common_format(["Q8_0", "F16"]) is Format.F32
+    assert {held.format for held in STORED_TYPES.values() if not held.lossless} == {Format.Q8}
