@@ -80,8 +80,9 @@ def gguf_metadata(name: str) -> dict[str, Any]:
         "tokens": tokens,
         "token_type": types,
         "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in merges],
-        # A SentencePiece BPE's pieces are in the order in which they were learnt.
-        "scores": [float(-index) for index in range(size)],
+        # A SentencePiece BPE's pieces are in the order in which they were learnt; Llama's runs of
+        # spaces come after all others.
+        "scores": [-1e9 if set(token) == {"\u2581"} else float(-i) for i, token in enumerate(tokens)],
         "add_bos_token": False,
     }
     return {f"tokenizer.ggml.{key}": value for key, value in metadata.items() if value is not None}

@@ -155,12 +155,12 @@ def _vocab(tokens: Sequence[str]) -> dict[str, int]:
 
 
 def _add_tokens(engine: RustTokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
-    for kind, add in ((CONTROL, engine.add_special_tokens), (USER_DEFINED, engine.add_tokens)):
+    for add, kinds in ((engine.add_special_tokens, (CONTROL, UNKNOWN)), (engine.add_tokens, (USER_DEFINED,))):
         add(
             [
-                AddedToken(token, special=kind == CONTROL, normalized=False)
-                for token, token_type in zip(tokens, types, strict=True)
-                if token_type == kind
+                AddedToken(token, special=CONTROL in kinds, normalized=False)
+                for token, kind in zip(tokens, types, strict=True)
+                if kind in kinds
             ]
         )
 

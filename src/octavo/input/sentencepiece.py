@@ -56,13 +56,14 @@ class SentencePieceModel:
             raise
         except Exception as error:  # the library raises plain Exception
             _fail(f"its pieces do not fit together ({error})")
-        for kind, add in ((CONTROL, engine.add_special_tokens), (USER_DEFINED, engine.add_tokens)):
-            kinds = (CONTROL, UNKNOWN) if kind == CONTROL else (USER_DEFINED,)
+        special, ordinary = (CONTROL, UNKNOWN), (USER_DEFINED,)
+        for add, kinds in ((engine.add_special_tokens, special), (engine.add_tokens, ordinary)):
             add(
                 [
-                    AddedToken(piece, special=kind == CONTROL, normalized=False)
-                    for piece, piece_kind in zip(self.pieces, self.kinds, strict=True)
-                    if piece_kind in kinds and SPACE_MARK not in piece
+                    AddedToken(piece, special=kinds is special, normalized=False)
+                    for piece, kind in zip(self.pieces, self.kinds, strict=True)
+                    # Runs of spaces are no words to look out for: they come of merging.
+                    if kind in kinds and SPACE_MARK not in piece
                 ]
             )
         return engine
