@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import io
+import json
 import random
 import struct
 from pathlib import Path
@@ -18,11 +21,11 @@ from octavo.input.tokenizer import Tokenizer
 
 spm = pytest.importorskip("sentencepiece", reason="the oracle; `make` installs it")
 
-WORDS = [
-    *"the cat sat on a mat while nobody knew why it was there and what they would do then".split(),
-    *"naïve café straße über привет мир 12 345 don't it's hello, world! (yes) def return None".split(),
-    *["日本語", "你好", "世界"],
-]
+_TEXT = """
+    the cat sat on a mat while nobody knew why it was there and what they would do then naïve café straße
+    über привет мир 12 345 don't it's hello, world! (yes) def return None 日本語 你好 世界
+"""
+WORDS = _TEXT.split()
 VARIANTS: dict[str, dict[str, Any]] = {
     "bpe": {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"},
     "unigram": {"model_type": "unigram", "byte_fallback": True},
@@ -36,6 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "user defined": {
         "model_type": "bpe",
         "byte_fallback": True,
+        "add_dummy_prefix": False,
         "remove_extra_whitespaces": False,
         "user_defined_symbols": ["<tool>", "\n"],
     },
@@ -97,7 +101,7 @@ def test_tokens_beside_the_model_are_added(tmp_path: Path) -> None:
     size = len(parse_sentencepiece(data).pieces)
     added = {str(size): {"content": "<|im_start|>", "special": True}, str(size + 1): {"content": "<x>"}}
     config = {"added_tokens_decoder": added, "eos_token": "<|im_start|>", "add_bos_token": False}
-    (tmp_path / "tokenizer_config.json").write_text(__import__("json").dumps(config))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer.from_directory(tmp_path)
     ids = tokenizer.encode("<|im_start|>the<x>")
     assert (ids[0], ids[-1]) == (size, size + 1)
@@ -105,10 +109,39 @@ def test_tokens_beside_the_model_are_added(tmp_path: Path) -> None:
     assert tokenizer.eos_ids == (size,)
 
 
+def test_gguf_metadata_gives_the_same_ids(tmp_path: Path) -> None:
+    data = train(**{**VARIANTS["bpe"], "remove_extra_whitespaces": False})
+    model = parse_sentencepiece(data)
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": model.pieces,
+        "tokenizer.ggml.scores": model.scores,
+        "tokenizer.ggml.token_type": model.kinds,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    tokenizer = Tokenizer.from_gguf(metadata)
+    bare = Tokenizer.from_gguf({**metadata, "tokenizer.ggml.add_space_prefix": False})
+    oracle = spm.SentencePieceProcessor(model_proto=data)
+    rng = random.Random(1)
+    for _ in range(200):
+        text = rng.choice([" ", "  "]).join(rng.choices(WORDS, k=5)) + rng.choice(["", " ", "\n", "🙂"])
+        assert tokenizer.encode(text) == [1, *oracle.encode(text)]
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert bare.decode(bare.encode(" " + text)) == " " + text
+        assert bare.encode(" " + text) == tokenizer.encode(text)
+    assert tokenizer.eos_ids == (2,)
+
+
 def test_word_and_character_models_are_refused() -> None:
     for kind in ("word", "char"):
         with pytest.raises(UnsupportedModelError, match="SentencePiece model of type"):
             parse_sentencepiece(train(model_type=kind))
+
+
+@functools.cache
+def small_model() -> bytes:
+    return train(model_type="bpe", vocab_size=80)
 
 
 def field(number: int, data: bytes) -> bytes:
@@ -137,33 +170,20 @@ def test_damaged_files_are_refused(data: bytes, problem: str, tmp_path: Path) ->
     with pytest.raises(CheckpointError, match=problem):
         parse_sentencepiece(data)
     (tmp_path / "tokenizer.model").write_bytes(data)
-    with pytest.raises(CheckpointError, match="tokenizer.model: "):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model: "):
         Tokenizer.from_directory(tmp_path)
 
 
 @given(data=st.binary(max_size=60))
 def test_any_bytes_are_a_model_or_refused(data: bytes) -> None:
-    try:
+    with contextlib.suppress(CheckpointError, UnsupportedModelError):
         parse_sentencepiece(data).build()
-    except (CheckpointError, UnsupportedModelError):
-        pass
 
 
 @given(data=st.data())
 @settings(max_examples=50)
 def test_a_model_with_any_byte_changed_is_read_or_refused(data: st.DataObject) -> None:
-    model = bytearray(_small_model())
+    model = bytearray(small_model())
     model[data.draw(st.integers(0, len(model) - 1))] = data.draw(st.integers(0, 255))
-    try:
+    with contextlib.suppress(CheckpointError, UnsupportedModelError):
         parse_sentencepiece(bytes(model)).build()
-    except (CheckpointError, UnsupportedModelError):
-        pass
-
-
-_cache: list[bytes] = []
-
-
-def _small_model() -> bytes:
-    if not _cache:
-        _cache.append(train(model_type="bpe", vocab_size=80))
-    return _cache[0]

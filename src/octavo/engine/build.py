@@ -24,6 +24,7 @@ from octavo.runner.cpu_model_runner import CPUModelRunner
 from octavo.runner.model_runner import ModelRunner
 from octavo.scheduler.policy import Policy
 from octavo.scheduler.scheduler import Scheduler, SchedulerLimits
+from octavo.weights.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def _build(config: EngineConfig, runner: ModelRunner, started: float) -> Engine:
 
 
 def _input_processor(runner: ModelRunner) -> InputProcessor:
-    tokenizer = Tokenizer.from_gguf(runner.checkpoint.metadata)
+    tokenizer = _tokenizer(runner.checkpoint)
     if tokenizer.vocab_size > runner.program.vocab_size:
         raise CheckpointError(
             f"{runner.checkpoint.path.name}: the tokenizer has {tokenizer.vocab_size} tokens, but the model "
@@ -106,6 +107,13 @@ def _input_processor(runner: ModelRunner) -> InputProcessor:
         max_model_len=runner.max_model_len,
         vocab_size=runner.program.vocab_size,
     )
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """Of the files beside a directory's weights, or of what a GGUF file says of itself."""
+    if checkpoint.path.is_dir():
+        return Tokenizer.from_directory(checkpoint.path)
+    return Tokenizer.from_gguf(checkpoint.metadata)
 
 
 def _chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:

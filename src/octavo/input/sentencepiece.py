@@ -5,7 +5,9 @@ message (sentencepiece_model.proto); the wire format needs no library.
 
 SentencePiece's BPE has scores instead of merges: among all neighbours that join to a piece, the piece
 with the highest score wins. So every way to cut a piece into two pieces is a merge, ranked by score.
-Known difference: where two cuts of the same piece overlap in a text, SentencePiece takes the left one.
+Known differences, which Hugging Face's tokenizers share: where two cuts of the same piece overlap in a
+text, SentencePiece takes the left one; and text after a special or user-defined token gets the space
+prefix, as at the start, while such a token at the start gets none.
 """
 
 from __future__ import annotations
@@ -114,7 +116,7 @@ class SentencePieceModel:
         if self.characters_map:
             steps.append(normalizers.Precompiled(self.characters_map))
         if self.collapses_spaces:
-            steps.append(normalizers.Replace(Regex("^ +| +$"), ""))
+            steps.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
             steps.append(normalizers.Replace(Regex(" {2,}"), " "))
         if self.adds_space_prefix:
             steps.append(normalizers.Prepend(SPACE_MARK))
