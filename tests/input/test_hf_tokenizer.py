@@ -114,6 +114,31 @@ def test_truncation_padding_and_dropout_of_the_file_are_off(tmp_path: Path) -> N
     assert [ours.encode(text) for _ in range(3)] == [ids] * 3
 
 
+def test_the_least_number_of_tokens_is_never_more_than_there_are(tmp_path: Path) -> None:
+    texts = [
+        " " * 500,
+        "the cat " * 50,
+        "🙂" * 200,
+        "<s>" * 50,
+        "e\u0323\u0302" * 100,
+        "\u03b1\u0313\u0300\u0345" * 99,
+    ]
+    for make in KINDS.values():
+        tokenizer = make()
+        variants = [tokenizer]
+        if not tokenizer.normalizer:
+            for normalizer in (normalizers.NFC(), normalizers.Replace(" ", "")):
+                variants.append(RustTokenizer.from_str(tokenizer.to_str()))
+                variants[-1].normalizer = normalizer
+        variants.append(RustTokenizer.from_str(tokenizer.to_str()))
+        variants[-1].add_tokens([AddedToken("the", lstrip=True)])
+        for variant in variants:
+            ours = Tokenizer.from_directory(write(tmp_path, variant))
+            for text in (*texts, " " * 500 + "the"):
+                assert ours.min_tokens(text) <= len(ours.encode(text))
+    assert Tokenizer.from_directory(write(tmp_path, byte_level())).min_tokens("a" * 1000) > 50
+
+
 def test_bos_is_what_the_tokenizer_or_its_config_says(tmp_path: Path) -> None:
     tokenizer = byte_level()
     config = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>"}

@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
-from tokenizers.models import BPE
 
 from octavo.errors import CheckpointError, UnsupportedModelError
 from octavo.input.sentencepiece import parse_sentencepiece
@@ -28,7 +27,9 @@ from octavo.input.vocabulary import (
     LeadingSpace,
     TokenizerParts,
     byte_level_bytes,
+    turn_off_sampling,
     sentencepiece_bytes,
+    steps_of,
 )
 
 MAX_TOKENIZER_BYTES = 512 << 20
@@ -63,8 +64,7 @@ def _from_json(directory: Path, config: Mapping[str, Any]) -> TokenizerParts:
         _fail(path, f"the tokenizers library can't read it: {str(error)[:300]}", error)
     engine.no_truncation()
     engine.no_padding()
-    if isinstance(engine.model, BPE):
-        engine.model.dropout = None  # for training: it draws ids at random
+    turn_off_sampling(engine)
     vocab = engine.get_vocab(with_added_tokens=True)
     if not vocab or max(vocab.values()) > MAX_TOKEN_ID:
         _fail(path, f"its token ids go up to {max(vocab.values(), default=None)}, which no vocabulary needs")
@@ -142,7 +142,7 @@ def _decoder_of(path: Path, engine: RustTokenizer) -> tuple[bool, LeadingSpace]:
     """Whether tokens are written in the byte alphabet, and what the first one loses."""
     if engine.decoder is None:
         _unsupported(path, "it has no decoder")
-    steps = _steps(json.loads(engine.decoder.__getstate__()))
+    steps = steps_of(engine.decoder)
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:
         return True, LeadingSpace.KEPT
@@ -166,12 +166,6 @@ def _decoder_of(path: Path, engine: RustTokenizer) -> tuple[bool, LeadingSpace]:
     if not {"Replace", "Metaspace"} & set(kinds):
         _unsupported(path, f"its decoder is {json.dumps(steps)[:200]}")
     return False, leading
-
-
-def _steps(decoder: Mapping[str, Any]) -> list[dict[str, Any]]:
-    if decoder.get("type") == "Sequence":
-        return [step for inner in decoder["decoders"] for step in _steps(inner)]
-    return [dict(decoder)]
 
 
 def _prefix_of(path: Path, engine: RustTokenizer) -> int | None:

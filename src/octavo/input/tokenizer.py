@@ -15,7 +15,7 @@ from typing import Any
 from octavo.errors import InvalidRequestError
 from octavo.input.gguf_tokenizer import parts_from_gguf
 from octavo.input.hf_tokenizer import parts_from_directory
-from octavo.input.vocabulary import LeadingSpace, TokenizerParts
+from octavo.input.vocabulary import LeadingSpace, TokenizerParts, max_token_characters
 
 
 class Tokenizer:
@@ -39,6 +39,7 @@ class Tokenizer:
         self._bytes = parts.token_bytes
         self._leading_space = parts.leading_space
         self.max_token_bytes = max(1, *map(len, self._bytes))
+        self._max_token_characters = max_token_characters(self._engine, self.max_token_bytes)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], *, pre_tokenizer: str | None = None) -> Tokenizer:
@@ -79,6 +80,10 @@ class Tokenizer:
         if add_special_tokens and self.adds_bos and self.bos_id is not None:
             return [self.bos_id, *ids]
         return ids
+
+    def min_tokens(self, text: str) -> int:
+        """A number of tokens that the text has at least, found without encoding it."""
+        return 0 if self._max_token_characters is None else len(text) // self._max_token_characters
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the ids. Bytes that are no UTF-8 become U+FFFD."""

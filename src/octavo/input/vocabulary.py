@@ -12,12 +12,15 @@ past U+0100. SentencePiece writes text as it is, but a space as U+2581 and a byt
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
+from tokenizers.models import BPE, Unigram
 
 #: Kinds of tokens; the numbers are SentencePiece's, and those of tokenizer.ggml.token_type.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -77,3 +80,48 @@ def sentencepiece_bytes(token: str) -> bytes:
     if match := _BYTE_TOKEN.fullmatch(token):
         return bytes([int(match[1], 16)])
     return token.replace(SPACE_MARK, " ").encode()
+
+
+def turn_off_sampling(engine: RustTokenizer) -> None:
+    """Turn off what a tokenizer does at random, which is for training: the same text, the same ids."""
+    if isinstance(engine.model, BPE):
+        engine.model.dropout = None
+    elif isinstance(engine.model, Unigram):
+        engine.model.alpha = engine.model.nbest_size = None
+
+
+def max_token_characters(engine: RustTokenizer, max_token_bytes: int) -> int | None:
+    """How many characters of a text one token may stand for; None where there is no limit.
+
+    There is none where a token takes the white space beside it along, where unknown characters in a row
+    become one token, and where text is normalised by rules that may shorten it at will.
+    """
+    model = engine.model
+    fuses_unknown = isinstance(model, Unigram) or (
+        isinstance(model, BPE) and model.fuse_unk and not model.byte_fallback
+    )
+    strips = any(token.lstrip or token.rstrip for token in engine.get_added_tokens_decoder().values())
+    if fuses_unknown or strips:
+        return None
+    factor = 1
+    for step in steps_of(engine.normalizer):
+        match step:
+            case {"type": "Prepend"} | {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}:
+                pass
+            case {"type": "NFC"}:
+                factor = 2  # four characters may become one, of at least two bytes
+            case _:
+                return None
+    return max_token_bytes * factor
+
+
+def steps_of(component: Any) -> list[dict[str, Any]]:
+    """The steps of a normalizer or decoder, sequences unfolded; none where there is no component."""
+    return [] if component is None else _unfolded(json.loads(component.__getstate__()))
+
+
+def _unfolded(step: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if step.get("type") != "Sequence":
+        return [dict(step)]
+    inner = step.get("decoders") or step.get("normalizers") or []
+    return [leaf for child in inner for leaf in _unfolded(child)]
