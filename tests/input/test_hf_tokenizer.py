@@ -267,6 +267,13 @@ def test_other_decoders_are_refused(decoder: Any, problem: str, tmp_path: Path) 
         Tokenizer.from_directory(tmp_path)
 
 
+def test_an_unknown_token_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    tokenizer = sentencepiece_like()
+    tokenizer.model.unk_token = "<nowhere>"
+    with pytest.raises(CheckpointError, match="unknown token '<nowhere>'"):
+        Tokenizer.from_directory(write(tmp_path, tokenizer))
+
+
 def test_two_tokens_before_a_text_are_refused(tmp_path: Path) -> None:
     tokenizer = byte_level()
     tokenizer.post_processor = processors.TemplateProcessing(

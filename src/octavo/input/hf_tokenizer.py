@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
+from tokenizers.models import BPE
 
 from octavo.errors import CheckpointError, UnsupportedModelError
 from octavo.input.sentencepiece import parse_sentencepiece
@@ -27,9 +28,9 @@ from octavo.input.vocabulary import (
     LeadingSpace,
     TokenizerParts,
     byte_level_bytes,
-    turn_off_sampling,
     sentencepiece_bytes,
     steps_of,
+    turn_off_sampling,
 )
 
 MAX_TOKENIZER_BYTES = 512 << 20
@@ -65,6 +66,9 @@ def _from_json(directory: Path, config: Mapping[str, Any]) -> TokenizerParts:
     engine.no_truncation()
     engine.no_padding()
     turn_off_sampling(engine)
+    unknown = engine.model.unk_token if isinstance(engine.model, BPE) else None
+    if unknown is not None and engine.model.token_to_id(unknown) is None:
+        _fail(path, f"its unknown token {unknown[:80]!r} is not in its vocabulary")
     vocab = engine.get_vocab(with_added_tokens=True)
     if not vocab or max(vocab.values()) > MAX_TOKEN_ID:
         _fail(path, f"its token ids go up to {max(vocab.values(), default=None)}, which no vocabulary needs")
@@ -170,8 +174,11 @@ def _decoder_of(path: Path, engine: RustTokenizer) -> tuple[bool, LeadingSpace]:
 
 def _prefix_of(path: Path, engine: RustTokenizer) -> int | None:
     """The token that the tokenizer puts before every text, where it does."""
-    bare = engine.encode("a", add_special_tokens=False).ids
-    full = engine.encode("a", add_special_tokens=True).ids
+    try:
+        bare = engine.encode("a", add_special_tokens=False).ids
+        full = engine.encode("a", add_special_tokens=True).ids
+    except Exception as error:  # the library raises plain Exception
+        _fail(path, f"the tokenizers library can't encode with it: {str(error)[:300]}", error)
     for size in range(len(full) - len(bare) + 1):
         if full[size : size + len(bare)] == bare:
             if size > 1:
