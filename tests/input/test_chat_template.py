@@ -121,6 +121,60 @@ def test_kwargs_are_names_in_the_template() -> None:
     assert compile_template(source).render([USER], enable_thinking=False) == "False <s>"
 
 
+CONTINUED = {
+    "kept": "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}",
+    "trimmed": "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<end>\n{% endfor %}",
+    "reversed": "{% for m in messages | reverse %}{{ m.content }}|{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("words", ["It is", "It is ", " It\n", "is"])
+@pytest.mark.parametrize("source", CONTINUED.values(), ids=CONTINUED.keys())
+def test_the_text_ends_in_the_last_message_to_go_on_with_it(source: str, words: str) -> None:
+    messages = [USER, {"role": "assistant", "content": words}]
+    text = compile_template(source).render(messages, continue_final_message=True)
+    assert text == transformers_renders(source, messages, continue_final_message=True)
+    assert text.rstrip().endswith(words.strip())
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([USER, {"role": "assistant", "tool_calls": []}], "last message must have content"),
+        ([], "last message must have content"),
+        ([USER, {"role": "assistant", "content": "left out"}], "leaves out the last message"),
+    ],
+)
+def test_what_cannot_be_gone_on_with_is_refused(messages: list[dict[str, Any]], problem: str) -> None:
+    with pytest.raises(InvalidRequestError, match=problem):
+        compile_template("{{ messages[0].role }}").render(messages, continue_final_message=True)
+
+
+NAMED = {"default": "plain", "tool_use": "{{ tools | length }} tools", "rag": "{{ documents[0].title }}"}
+
+
+def test_a_template_is_chosen_by_name_or_by_the_tools_there_are() -> None:
+    template = ChatTemplate(NAMED, bos_token="<s>", eos_token="</s>")
+    assert template.render([USER]) == "plain"
+    assert template.render([USER], tools=[{"type": "function"}]) == "1 tools"
+    assert template.render([USER], tools=[{}], template="default") == "plain"
+    assert template.render([USER], documents=[{"title": "T"}], template="rag") == "T"
+    only = compile_template("{% if tools %}{{ tools[0].name }}{% endif %}")
+    assert only.render([USER], tools=[{"name": "find"}]) == "find"
+
+
+def test_a_template_that_is_not_there_is_refused_by_name() -> None:
+    with pytest.raises(
+        InvalidRequestError, match="no chat template named 'other'; it has 'default'"
+    ) as raised:
+        compile_template("").render([USER], template="other")
+    assert raised.value.param == "chat_template"
+    with pytest.raises(InvalidRequestError, match="no chat template named 'default'; it has 'rag'"):
+        ChatTemplate({"rag": ""}, bos_token="", eos_token="").render([USER])
+    with pytest.raises(CheckpointError, match="chat template 'rag' can't be compiled"):
+        ChatTemplate({"default": "", "rag": "{% for %}"}, bos_token="", eos_token="")
+
+
 def test_text_parts_become_one_string() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     template = compile_template("{{ messages[0].content }}")

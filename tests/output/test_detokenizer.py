@@ -83,3 +83,28 @@ def test_what_is_held_back_is_bounded(smollm2_tokenizer: Tokenizer) -> None:
         assert num_pushed - len(detokenizer.text) <= 3
     detokenizer.finish()
     assert detokenizer.text == "\ufffd" * 2000 == smollm2_tokenizer.decode([lead] * 2000)
+
+
+class Spaced:
+    """Tokens "", " ", " a", "b" and a special one; the first with any bytes loses a space."""
+
+    special_ids = frozenset({4})
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return [b"", b" ", b" a", b"b", b"<s>"][token_id]
+
+    def first_token_bytes(self, token_id: int) -> bytes:
+        return self.token_bytes(token_id).removeprefix(b" ")
+
+
+@given(
+    ids=st.lists(st.integers(0, 4), max_size=12),
+    sizes=st.lists(st.integers(0, 3), max_size=8),
+    skip=st.booleans(),
+)
+def test_the_space_before_a_text_is_taken_away_once(ids: list[int], sizes: list[int], skip: bool) -> None:
+    detokenizer = Detokenizer(Spaced(), skip_special_tokens=skip)
+    deltas = stream(detokenizer, cut(ids, sizes))
+    shown = [token_id for token_id in ids if not (skip and token_id == 4)]
+    text = b"".join(map(Spaced().token_bytes, shown)).decode()
+    assert "".join(deltas) == text.removeprefix(" ")

@@ -24,6 +24,7 @@ from octavo.runner.cpu_model_runner import CPUModelRunner
 from octavo.runner.model_runner import ModelRunner
 from octavo.scheduler.policy import Policy
 from octavo.scheduler.scheduler import Scheduler, SchedulerLimits
+from octavo.weights.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,7 @@ def _build(config: EngineConfig, runner: ModelRunner, started: float) -> Engine:
 
 
 def _input_processor(runner: ModelRunner) -> InputProcessor:
-    metadata = runner.checkpoint.metadata
-    tokenizer = Tokenizer.from_gguf(metadata)
+    tokenizer = _tokenizer(runner.checkpoint)
     if tokenizer.vocab_size > runner.program.vocab_size:
         raise CheckpointError(
             f"{runner.checkpoint.path.name}: the tokenizer has {tokenizer.vocab_size} tokens, but the model "
@@ -103,15 +103,22 @@ def _input_processor(runner: ModelRunner) -> InputProcessor:
         )
     return InputProcessor(
         tokenizer,
-        _chat_template(metadata.get("tokenizer.chat_template"), tokenizer),
+        _chat_template(tokenizer),
         max_model_len=runner.max_model_len,
         vocab_size=runner.program.vocab_size,
     )
 
 
-def _chat_template(source: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
-    if source is None:
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """Of the files beside a directory's weights, or of what a GGUF file says of itself."""
+    if checkpoint.path.is_dir():
+        return Tokenizer.from_directory(checkpoint.path)
+    return Tokenizer.from_gguf(checkpoint.metadata)
+
+
+def _chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
+    if not tokenizer.chat_templates:
         return None
     bos = "" if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id)
     eos = tokenizer.token_text(tokenizer.eos_ids[0]) if tokenizer.eos_ids else ""
-    return ChatTemplate(source, bos_token=bos, eos_token=eos)
+    return ChatTemplate(tokenizer.chat_templates, bos_token=bos, eos_token=eos)

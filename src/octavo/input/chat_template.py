@@ -8,6 +8,9 @@ from taking memory, so a server takes templates from its operator, never from re
 The names a template may use are those that Hugging Face's chat templates expect: messages, tools,
 documents, add_generation_prompt, bos_token, eos_token, raise_exception, strftime_now, the tojson
 filter, `break` and `continue`, and the `generation` tag.
+
+A model may have several templates, each with a name: "tool_use" is taken where there are tools,
+"default" otherwise.
 """
 
 from __future__ import annotations
@@ -32,60 +35,102 @@ MAX_OUTPUT_CHARACTERS = 4 << 20
 MAX_SECONDS = 2.0
 _MAX_EXPONENT = 64
 _QUOTED_CHARACTERS = 300
+#: Marks where the last message ends in the rendered text. The space at its end tells whether the
+#: template trims messages. Private-use characters, which no template means anything by.
+_END_MARK = "\ue0c7\ue0de\ue0c7 "
 
 #: When the render running in this context has to be done, by time.monotonic.
 _deadline: ContextVar[float] = ContextVar("chat template deadline")
 
 
 class ChatTemplate:
-    """A compiled chat template. Rendering changes nothing, so threads may share one."""
+    """A model's compiled chat templates. Rendering changes nothing, so threads may share one."""
 
-    def __init__(self, source: str, *, bos_token: str, eos_token: str) -> None:
-        """Compile the template. Raises CheckpointError where it can't be compiled."""
-        self.source = source
+    def __init__(self, source: str | Mapping[str, str], *, bos_token: str, eos_token: str) -> None:
+        """Compile the template, or the templates by name, of which there is at least one.
+
+        Raises CheckpointError where one can't be compiled.
+        """
+        self.sources = {"default": source} if isinstance(source, str) else dict(source)
         self._special_tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        try:
-            self._template = _compile(source)
-        except Exception as error:  # beside TemplateSyntaxError: RecursionError, Python's SyntaxError
-            raise CheckpointError(
-                f"the model's chat template can't be compiled: {_quote(error)}. Give another template, or "
-                "use completions, which need none"
-            ) from error
+        self._templates = {name: _compile(name, text) for name, text in self.sources.items()}
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
     ) -> str:
         """The conversation as text.
 
         messages: dicts with role and content. Keys whose value is None are left out, since templates
         test for a missing key and stumble over a null one; content that is a list of text parts
-        becomes one string, the parts joined by newlines. kwargs: further names for the template.
-        Raises InvalidRequestError, also for what the template itself has against the messages.
+        becomes one string, the parts joined by newlines. tools, documents: as the model's template
+        takes them. template: one by name. continue_final_message: the text ends where the last
+        message does, so that the model goes on with it; add_generation_prompt is then off. kwargs:
+        further names for the template. Raises InvalidRequestError, also for what the template itself
+        has against the messages.
         """
-        names: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens, **kwargs}
-        names["messages"] = [_plain_message(index, message) for index, message in enumerate(messages)]
-        names["add_generation_prompt"] = add_generation_prompt
-        pieces: list[str] = []
-        size = 0
-        token = _deadline.set(time.monotonic() + MAX_SECONDS)
-        try:
-            for piece in self._template.generate(names):
-                _tick()
-                pieces.append(piece)
-                size += len(piece)
-                if size > MAX_OUTPUT_CHARACTERS:
-                    raise _refusal(
-                        f"the conversation renders to more than {MAX_OUTPUT_CHARACTERS} characters"
-                    )
-        except InvalidRequestError:
-            raise
-        except Exception as error:
-            raise _refusal(
-                f"the model's chat template does not take these messages: {_quote(error)}"
-            ) from error
-        finally:
-            _deadline.reset(token)
-        return "".join(pieces)
+        names: dict[str, Any] = {**self._special_tokens, **kwargs, "tools": tools, "documents": documents}
+        plain = [_plain_message(index, message) for index, message in enumerate(messages)]
+        if continue_final_message:
+            _mark_end(plain)
+        names["messages"] = plain
+        names["add_generation_prompt"] = add_generation_prompt and not continue_final_message
+        text = _run(self._choose(template, tools), names)
+        return _cut_at_mark(text) if continue_final_message else text
+
+    def _choose(self, name: str | None, tools: object) -> jinja2.Template:
+        if name is None:
+            name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise InvalidRequestError(
+                f"the model has no chat template named {name[:_QUOTED_CHARACTERS]!r}; it has "
+                f"{', '.join(map(repr, self._templates))}",
+                param="chat_template",
+            )
+        return self._templates[name]
+
+
+def _run(template: jinja2.Template, names: Mapping[str, Any]) -> str:
+    """Render within the limits of time and output."""
+    pieces: list[str] = []
+    size = 0
+    token = _deadline.set(time.monotonic() + MAX_SECONDS)
+    try:
+        for piece in template.generate(names):
+            _tick()
+            pieces.append(piece)
+            size += len(piece)
+            if size > MAX_OUTPUT_CHARACTERS:
+                raise _refusal(f"the conversation renders to more than {MAX_OUTPUT_CHARACTERS} characters")
+    except InvalidRequestError:
+        raise
+    except Exception as error:
+        raise _refusal(f"the model's chat template does not take these messages: {_quote(error)}") from error
+    finally:
+        _deadline.reset(token)
+    return "".join(pieces)
+
+
+def _mark_end(messages: list[dict[str, Any]]) -> None:
+    """Put the mark after the last message's text."""
+    if not messages or not isinstance(messages[-1].get("content"), str):
+        raise _refusal("there is no text to go on with: the last message must have content")
+    messages[-1]["content"] += _END_MARK
+
+
+def _cut_at_mark(text: str) -> str:
+    """What comes before the mark; without the spaces before it where the template trims messages."""
+    before, mark, after = text.rpartition(_END_MARK.rstrip())
+    if not mark:
+        raise _refusal("the model's chat template leaves out the last message, so it can't be gone on with")
+    return before if after.startswith(" ") else before.rstrip()
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -120,7 +165,18 @@ class _GenerationTag(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
-def _compile(source: str) -> jinja2.Template:
+def _compile(name: str, source: str) -> jinja2.Template:
+    try:
+        return _compile_source(source)
+    except Exception as error:  # beside TemplateSyntaxError: RecursionError, Python's SyntaxError
+        which = "" if name == "default" else f" {name[:_QUOTED_CHARACTERS]!r}"
+        raise CheckpointError(
+            f"the model's chat template{which} can't be compiled: {_quote(error)}. Give another template, or "
+            "use completions, which need none"
+        ) from error
+
+
+def _compile_source(source: str) -> jinja2.Template:
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )

@@ -104,7 +104,7 @@ class InputProcessor:
 
     def _encode(self, text: str, *, param: str, add_special_tokens: bool) -> list[int]:
         # A text this long can't fit whatever its tokens are; tokenising it would only cost time.
-        at_least = len(text) // self.tokenizer.max_token_bytes
+        at_least = self.tokenizer.min_tokens(text)
         if at_least >= self.max_model_len:
             raise self._prompt_too_long(f"at least {at_least}", param)
         try:
