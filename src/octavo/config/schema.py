@@ -27,7 +27,9 @@ def setting(default: Any, help_: str) -> Any:
 class EngineConfig:
     """How a model is loaded and served. 0 and "auto" mean: decide from the model and the machine."""
 
-    model: str = setting("smollm2-135m-instruct", "Catalog name, or path of a .gguf file.")
+    model: str = setting(
+        "smollm2-135m-instruct", "Catalog name, .gguf file, or directory in Hugging Face's layout."
+    )
     backend: str = setting("auto", "native (C++), torch (reference), or auto: native where it was built.")
     kv_dtype: str = setting("auto", "Element type of the KV cache: f16, f32, or auto: f16 on native.")
     activation_bits: int = setting(
@@ -61,7 +63,7 @@ class EngineConfig:
             if not low <= value < 2**31:
                 raise ConfigError(f"{name} is {value}; it must be at least {low}, and less than 2**31")
         if not self.model:
-            raise ConfigError("model is empty; give a catalog name or the path of a .gguf file")
+            raise ConfigError("model is empty; give a catalog name, a .gguf file or a directory")
 
     @property
     def cache_path(self) -> Path:
