@@ -70,7 +70,7 @@ def test_booleans(text: str) -> None:
         ("KV_CACHE_GIB", "nan", r"kv_cache_gib is nan; it must be at least 0"),
         ("KV_CACHE_GIB", "inf", r"kv_cache_gib is inf; .* less than 2\*\*31"),
         ("BACKEND", "cuda", r"backend is 'cuda'; it must be one of auto, native, torch"),
-        ("MODEL", "", r"model is empty; give a catalog name or the path of a \.gguf file"),
+        ("MODEL", "", r"model is empty; give a catalog name, a \.gguf file or a directory"),
     ],
 )
 def test_what_the_environment_gets_wrong(name: str, text: str, message: str) -> None:

@@ -70,7 +70,7 @@ def value(raw: npt.NDArray[np.uint8], format_: Format) -> npt.NDArray[np.float32
     return unpack_groups(NATIVE_TYPES[format_], raw).values()
 
 
-def check(tmp_path: Path, kind_of: Callable[[str], str], **overrides: Any) -> float:
+def assert_logits(tmp_path: Path, kind_of: Callable[[str], str], **overrides: Any) -> float:
     """Both bounds; returns how much of the logits conversion may change."""
     tiny = make_llama_gguf(tmp_path, quantization=kind_of, **(SHAPE | overrides))
     ids = random_ids(20)
@@ -95,7 +95,7 @@ def check(tmp_path: Path, kind_of: Callable[[str], str], **overrides: Any) -> fl
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("type_name", TYPES)
 def test_every_type_loads(tmp_path: Path, type_name: str, tied: bool) -> None:
-    moved = check(tmp_path, lambda name: type_name, tie_word_embeddings=tied)
+    moved = assert_logits(tmp_path, lambda name: type_name, tie_word_embeddings=tied)
     assert (moved == 0) == STORED_TYPES[type_name].lossless
     assert moved < 0.05
 
@@ -113,17 +113,17 @@ def test_files_of_mixed_types(tmp_path: Path) -> None:
         "embed_tokens": "Q6_K",
         "lm_head": "BF16",
     }
-    assert check(tmp_path, lambda name: types[name.split(".")[-2]], num_hidden_layers=2) < 0.05
+    assert assert_logits(tmp_path, lambda name: types[name.split(".")[-2]], num_hidden_layers=2) < 0.05
 
 
 @pytest.mark.parametrize("type_name", ["Q4_0", "Q6_K"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_odd_vocabularies(tmp_path: Path, type_name: str, tied: bool) -> None:
-    check(tmp_path, lambda name: type_name, tie_word_embeddings=tied, vocab_size=NUM_TOKENS + 741)
+    assert_logits(tmp_path, lambda name: type_name, tie_word_embeddings=tied, vocab_size=NUM_TOKENS + 741)
 
 
 def test_a_vocabulary_of_32003(tmp_path: Path) -> None:
-    check(tmp_path, lambda name: "Q5_1", vocab_size=32003)
+    assert_logits(tmp_path, lambda name: "Q5_1", vocab_size=32003)
 
 
 def test_quantised_arithmetic_on_torch_is_the_natives(tmp_path: Path) -> None:

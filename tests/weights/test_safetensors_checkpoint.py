@@ -233,7 +233,7 @@ def test_what_is_not_served_is_said() -> None:
 # -- directories that are not what they claim ---------------------------------------------------------
 
 
-def refuse(path: Path, error: type[ModelLoadError], message: str) -> None:
+def assert_refused(path: Path, error: type[ModelLoadError], message: str) -> None:
     with pytest.raises(error, match=message):
         ModelRunner(path, resolve({"backend": "torch"}).config)
 
@@ -241,27 +241,29 @@ def refuse(path: Path, error: type[ModelLoadError], message: str) -> None:
 def test_pickles_are_never_opened(copy: Callable[[str], Path]) -> None:
     path = copy("single")
     (path / SINGLE).unlink()
-    refuse(path, CheckpointError, r"neither model\.safetensors nor model\.safetensors\.index\.json")
+    assert_refused(path, CheckpointError, r"neither model\.safetensors nor model\.safetensors\.index\.json")
     (path / "pytorch_model.bin").write_bytes(pickle.dumps({"weights": 1}))
-    refuse(path, UnsupportedModelError, r"pytorch_model\.bin only.*can run code.*Convert.*safetensors")
+    assert_refused(
+        path, UnsupportedModelError, r"pytorch_model\.bin only.*can run code.*Convert.*safetensors"
+    )
 
 
 def test_a_damaged_config(copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     path = copy("single")
     for text in ("", "{", "[1]", '{"model_type": 3}', "[" * 100_000, '{"a": 1, "a": 2}', "\x00"):
         (path / "config.json").write_text(text)
-        refuse(path, CheckpointError, r"config\.json")
+        assert_refused(path, CheckpointError, r"config\.json")
     (path / "config.json").write_text(" " * (5 << 20))
-    refuse(path, CheckpointError, r"config\.json is longer than")
+    assert_refused(path, CheckpointError, r"config\.json is longer than")
     path = copy("single")
     (path / "generation_config.json").write_text("no")
-    refuse(path, CheckpointError, r"generation_config\.json can't be read")
+    assert_refused(path, CheckpointError, r"generation_config\.json can't be read")
 
 
 def test_a_family_is_refused_before_its_config_is_read(copy: Callable[[str], Path]) -> None:
     path = copy("single")
     edit(path / "config.json", lambda value: value.update(model_type="mamba", hidden_size=None))
-    refuse(path, UnsupportedModelError, "architecture 'mamba' is not served")
+    assert_refused(path, UnsupportedModelError, "architecture 'mamba' is not served")
 
 
 def test_the_index_is_an_allow_list(copy: Callable[[str], Path]) -> None:
@@ -271,34 +273,34 @@ def test_the_index_is_an_allow_list(copy: Callable[[str], Path]) -> None:
     other = next(name for name in weight_map.values() if name != shard)
 
     (path / shard).unlink()
-    refuse(path, CheckpointError, rf"{shard} is missing")
+    assert_refused(path, CheckpointError, rf"{shard} is missing")
 
     path = copy("sharded")
     edit(path / INDEX, lambda value: value["weight_map"].pop(V))
-    refuse(path, CheckpointError, rf"{shard} holds tensors that .* does not list there: {V}")
+    assert_refused(path, CheckpointError, rf"{shard} holds tensors that .* does not list there: {V}")
 
     path = copy("sharded")
     edit(path / INDEX, lambda value: value["weight_map"].update({V: other}))
-    refuse(
+    assert_refused(
         path, CheckpointError, rf"{shard} holds tensors that .* does not list there: {V}|lacks tensor '{V}'"
     )
 
     path = copy("sharded")
     edit(path / INDEX, lambda value: value["weight_map"].update(extra=shard))
-    refuse(path, CheckpointError, rf"{shard} lacks tensor 'extra'")
+    assert_refused(path, CheckpointError, rf"{shard} lacks tensor 'extra'")
 
     path = copy("sharded")
     data = (path / shard).read_bytes()
     (path / shard).write_bytes(data[:-10])
-    refuse(path, CheckpointError, rf"{shard}: .*truncated")
+    assert_refused(path, CheckpointError, rf"{shard}: .*truncated")
 
     path = copy("sharded")
     for bad in ("../" + shard, "/etc/passwd", "a/b.safetensors", "..", 3, None, "x.bin", "a\0.safetensors"):
         edit(path / INDEX, lambda value, bad=bad: value["weight_map"].update({V: bad}))  # type: ignore[misc]
-        refuse(path, CheckpointError, r"index\.json: .* is not the name of a safetensors file")
+        assert_refused(path, CheckpointError, r"index\.json: .* is not the name of a safetensors file")
     for value in ({}, {"weight_map": []}, {"weight_map": {}}):
         (path / INDEX).write_text(json.dumps(value))
-        refuse(path, CheckpointError, r"index\.json: it has no weight_map")
+        assert_refused(path, CheckpointError, r"index\.json: it has no weight_map")
 
 
 def test_tensors_of_the_wrong_kind(copy: Callable[[str], Path]) -> None:
@@ -308,16 +310,16 @@ def test_tensors_of_the_wrong_kind(copy: Callable[[str], Path]) -> None:
         (path / SINGLE).unlink()
         save_file(tensors | {V: tensors[V].astype(dtype)}, path / SINGLE)
         kind = "F64" if dtype is np.float64 else "I32"
-        refuse(path, UnsupportedModelError, rf"'{V}' is {kind}, which no weight is computed with")
+        assert_refused(path, UnsupportedModelError, rf"'{V}' is {kind}, which no weight is computed with")
     (path / SINGLE).unlink()
     save_file(tensors | {V: tensors[V][:, :32].copy()}, path / SINGLE)
-    refuse(path, CheckpointError, rf"'{V}' has shape \(32, 32\)")
+    assert_refused(path, CheckpointError, rf"'{V}' has shape \(32, 32\)")
     (path / SINGLE).unlink()
     save_file({name: values for name, values in tensors.items() if name != V}, path / SINGLE)
-    refuse(path, CheckpointError, rf"tensor '{V}' is missing")
+    assert_refused(path, CheckpointError, rf"tensor '{V}' is missing")
     (path / SINGLE).unlink()
     save_file(tensors | {"model.layers.0.self_attn.q_proj.bias": np.zeros(64, np.float32)}, path / SINGLE)
-    refuse(path, UnsupportedModelError, r"not served with: model\.layers\.0\.self_attn\.q_proj\.bias")
+    assert_refused(path, UnsupportedModelError, r"not served with: model\.layers\.0\.self_attn\.q_proj\.bias")
 
 
 def test_what_models_compute_anew_may_be_there(tmp_path: Path) -> None:
