@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import json
@@ -188,9 +189,7 @@ def test_a_model_with_any_byte_changed_is_read_or_refused(data: st.DataObject) -
 
 def assert_read_or_refused(data: bytes) -> None:
     """Whatever else is raised fails the test."""
-    try:
+    built = None
+    with contextlib.suppress(CheckpointError, UnsupportedModelError):
         built = parse_sentencepiece(data).build()
-    except (CheckpointError, UnsupportedModelError) as refusal:
-        assert str(refusal)
-    else:
-        assert built is not None
+    assert built is None or built.get_vocab_size() > 0
