@@ -231,7 +231,16 @@ def test_streams_may_be_open_side_by_side(llm: LLM) -> None:
         assert text[prompt] == whole.text
 
 
+@pytest.fixture
+def ctrl_c_raises() -> Iterator[None]:
+    """SIGINT as a terminal's Python has it; a shell's background jobs inherit one that is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals")
+@pytest.mark.usefixtures("ctrl_c_raises")
 def test_ctrl_c_in_a_step_leaves_an_engine_that_works(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     (expected,) = llm.generate("the cat", GREEDY, progress=False)
     executor = core_of(llm)._executor
