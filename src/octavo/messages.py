@@ -56,13 +56,6 @@ class RowStep(msgspec.Struct, frozen=True, kw_only=True):
     samples: bool
 
 
-class BlockCopy(msgspec.Struct, frozen=True):
-    """Copy the page of one block to another, on the device."""
-
-    source: int
-    target: int
-
-
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """The plan of one step. `dropped` rows are freed before `new_rows` are taken.
 

@@ -10,7 +10,6 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 from octavo.engine.core import EngineCore
 from octavo.errors import EngineDeadError, OctavoError
@@ -18,19 +17,6 @@ from octavo.messages import EngineOutput, EngineRequest
 from octavo.request import FinishReason
 
 logger = logging.getLogger(__name__)
-
-
-class CoreClient(Protocol):
-    """Requests in, aborts in; outputs come back by the client's own way."""
-
-    def add(self, request: EngineRequest) -> None:
-        """Hand over a request."""
-
-    def abort(self, request_id: str) -> None:
-        """End a request early."""
-
-    def close(self) -> None:
-        """Stop the core."""
 
 
 class InProcessClient:
