@@ -140,7 +140,8 @@ size_t align_up(size_t nbytes) { return (nbytes + kAlignment - 1) / kAlignment *
 
 // Bytes of scratch memory a kernel uses at the limits; table.py bills the same.
 size_t scratch_needed(const OctavoOp& op, const OctavoLimits& limits, size_t num_threads) {
-  if (op.kind == OCTAVO_OP_LINEAR && op.format != OCTAVO_FORMAT_F32) {
+  if (op.kind == OCTAVO_OP_LINEAR &&
+      (op.format == OCTAVO_FORMAT_Q4M || op.format == OCTAVO_FORMAT_Q8)) {
     const size_t rows = op.rows == OCTAVO_ROWS_TOKENS ? limits.max_tokens
                         : op.rows == OCTAVO_ROWS_SEQS ? limits.max_seqs
                                                       : limits.max_sampled;

@@ -16,6 +16,10 @@ constexpr size_t kAlignment = 64;
 struct Half {
   uint16_t bits;
 };
+// The upper half of an f32.
+struct Bf16 {
+  uint16_t bits;
+};
 
 // A weight W [N, K] is N / 16 panels, one after the other; the last is padded with zero rows.
 // A panel is K / 32 blocks; a block holds 16 outputs n by 32 inputs k, scales inline.
@@ -42,7 +46,7 @@ struct Q8Block {
   Half scales[kPanel];
 };
 
-// f32 panels are [K][16] floats: the 16 outputs' weights for one k side by side.
+// Plain panels (f32, f16, bf16) are [K][16] numbers: the 16 outputs' weights for one k side by side.
 
 static_assert(sizeof(Q4mBlock) == 320, "5 bits a weight");
 static_assert(sizeof(Q8Block) == 544, "8.5 bits a weight");

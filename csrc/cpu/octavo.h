@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-#define OCTAVO_ABI_VERSION 2
+#define OCTAVO_ABI_VERSION 3
 #define OCTAVO_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -17,7 +17,13 @@ extern "C" {
 enum OctavoIsa { OCTAVO_ISA_AUTO, OCTAVO_ISA_SCALAR, OCTAVO_ISA_AVX2 };
 
 /* How a weight lies in memory (layouts.hpp). */
-enum OctavoFormat { OCTAVO_FORMAT_F32, OCTAVO_FORMAT_Q4M, OCTAVO_FORMAT_Q8 };
+enum OctavoFormat {
+  OCTAVO_FORMAT_F32,
+  OCTAVO_FORMAT_Q4M,
+  OCTAVO_FORMAT_Q8,
+  OCTAVO_FORMAT_F16,
+  OCTAVO_FORMAT_BF16
+};
 
 enum OctavoDType { OCTAVO_DTYPE_F32, OCTAVO_DTYPE_F16 };
 
@@ -97,9 +103,9 @@ typedef struct OctavoStatus {
 
 typedef struct OctavoContext OctavoContext;
 
-/* One GGUF tensor to pack, as rows of K weights. */
+/* Rows of K weights to pack. */
 typedef struct OctavoPackJob {
-  int32_t format;           /* OctavoFormat; raw is F32, Q4_1 or Q8_0 accordingly */
+  int32_t format;           /* OctavoFormat; raw is F32, Q4_1, Q8_0, F16 or BF16 accordingly */
   int32_t width;            /* K */
   int64_t num_rows;         /* rows to write */
   int64_t first_row;        /* row of the packed weight the first one becomes */

@@ -1,4 +1,4 @@
-// Raw GGUF rows to panels (layouts.hpp). Lossless: scales and integers are moved, not computed.
+// Raw rows to panels (layouts.hpp). Lossless: scales and numbers are moved, not computed.
 
 #include <cstring>
 
@@ -56,10 +56,11 @@ void pack_row(const uint8_t* raw, int width, int64_t row, void* packed) {
   }
 }
 
-void pack_f32_row(const uint8_t* raw, int width, int64_t row, void* packed) {
-  float* panel = static_cast<float*>(packed) + row / kPanel * width * kPanel + row % kPanel;
+template <class Plain>
+void pack_plain_row(const uint8_t* raw, int width, int64_t row, void* packed) {
+  Plain* panel = static_cast<Plain*>(packed) + row / kPanel * width * kPanel + row % kPanel;
   for (int k = 0; k < width; ++k) {
-    std::memcpy(panel + static_cast<size_t>(k) * kPanel, raw + k * sizeof(float), sizeof(float));
+    std::memcpy(panel + static_cast<size_t>(k) * kPanel, raw + k * sizeof(Plain), sizeof(Plain));
   }
 }
 
@@ -67,6 +68,8 @@ size_t raw_row_nbytes(const OctavoPackJob& job) {
   switch (job.format) {
     case OCTAVO_FORMAT_Q4M: return job.width / kGroup * sizeof(GgufQ4_1);
     case OCTAVO_FORMAT_Q8: return job.width / kGroup * sizeof(GgufQ8_0);
+    case OCTAVO_FORMAT_F16:
+    case OCTAVO_FORMAT_BF16: return job.width * sizeof(uint16_t);
     default: return job.width * sizeof(float);
   }
 }
@@ -80,7 +83,10 @@ void pack_one(const OctavoPackJob& job, int64_t row) {
       return pack_row<GgufQ4_1, Q4mBlock>(raw, job.width, target, job.packed);
     case OCTAVO_FORMAT_Q8:
       return pack_row<GgufQ8_0, Q8Block>(raw, job.width, target, job.packed);
-    default: return pack_f32_row(raw, job.width, target, job.packed);
+    case OCTAVO_FORMAT_F16:
+    case OCTAVO_FORMAT_BF16:
+      return pack_plain_row<uint16_t>(raw, job.width, target, job.packed);
+    default: return pack_plain_row<uint32_t>(raw, job.width, target, job.packed);
   }
 }
 

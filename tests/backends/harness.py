@@ -29,6 +29,8 @@ GGUF_TYPES = {
     Format.F32: gguf.GGMLQuantizationType.F32,
     Format.Q4M: gguf.GGMLQuantizationType.Q4_1,
     Format.Q8: gguf.GGMLQuantizationType.Q8_0,
+    Format.F16: gguf.GGMLQuantizationType.F16,
+    Format.BF16: gguf.GGMLQuantizationType.BF16,
 }
 UNIT = 2.0**-24  # the largest relative error of one rounding to f32
 
@@ -50,6 +52,9 @@ class Rows:
     type_name: str
     raw: npt.NDArray[np.uint8]
     row_order: Int32Array | None = None
+
+    def release(self) -> None:
+        """There is no file to let go of."""
 
     def dequantize(self) -> F32Array:
         """f32 [rows, K], rows in output order."""

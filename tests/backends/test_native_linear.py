@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(not library.available(), reason="the native libr
 MakeRig = Callable[..., Rig]
 FORMATS = list(Format)
 #: Formats, each with the bits of the activations it meets, and their largest integers.
-KINDS = [(Format.F32, 16), (Format.Q4M, 16), (Format.Q4M, 8), (Format.Q8, 16)]
+KINDS = [*((format_, 16) for format_ in FORMATS), (Format.Q4M, 8)]
 LARGEST_QUANT = {(Format.Q4M, 16): 32767, (Format.Q4M, 8): 127, (Format.Q8, 16): 4095}
 MAX_ROWS = 67
 VARIANTS = [("scalar", 1), ("scalar", 2), ("auto", 1), ("auto", 2), ("auto", 3)]
@@ -64,7 +64,7 @@ def quantise(x: F32Array, largest: int) -> tuple[F32Array, F32Array, F32Array]:
 
 def contract(x: F32Array, weight: Rows, format_: Format, activation_bits: int = 16) -> F32Array:
     """Linear as program/ir.py spells it, operation by operation."""
-    if format_ is Format.F32:
+    if not format_.quantized:
         w = weight.dequantize()
         acc = np.zeros((len(x), len(w)), np.float32)
         for k in range(x.shape[1]):
@@ -127,23 +127,24 @@ def test_close_to_float64(make_rig: MakeRig, format_: Format, activation_bits: i
     )
     x, w = rig.value("x").astype(np.float64), rig.value("w").astype(np.float64)
     bound = (columns + 3) * UNIT * np.abs(x) @ np.abs(w).T
-    if format_ is not Format.F32:
+    if format_.quantized:
         steps = np.abs(x).reshape(len(x), -1, GROUP).max(axis=2) / LARGEST_QUANT[format_, activation_bits]
         weights = np.abs(w).reshape(len(w), -1, GROUP).sum(axis=2)
         bound = bound + 0.501 * steps @ weights.T
     assert (np.abs(rig.rows(range(MAX_ROWS)) - x @ w.T) <= bound).all()
 
 
+@pytest.mark.parametrize("format_", [format_ for format_ in FORMATS if not format_.quantized])
 @pytest.mark.parametrize("isa", ["scalar", "auto"])
-def test_f32_weights_have_any_width(make_rig: MakeRig, isa: str) -> None:
+def test_plain_weights_have_any_width(make_rig: MakeRig, isa: str, format_: Format) -> None:
     def build(b: ProgramBuilder) -> Buf:
         b.kv(1, 8)
         x = b.linear(b.embedding(b.weight("x", (5, 16))), b.weight("narrow", (7, 16)))
         return b.gather_sampled(b.linear(x, b.weight("w", (3, 7))))
 
-    rig = make_rig(NativeBackend(1, isa), build)
-    narrow = contract(rig.value("x"), rig.parts["narrow"][0], Format.F32)
-    assert_same_bits(rig.rows(range(5)), contract(narrow, rig.parts["w"][0], Format.F32))
+    rig = make_rig(NativeBackend(1, isa), build, formats={"narrow": format_, "w": format_})
+    narrow = contract(rig.value("x"), rig.parts["narrow"][0], format_)
+    assert_same_bits(rig.rows(range(5)), contract(narrow, rig.parts["w"][0], format_))
 
 
 @pytest.mark.parametrize(("format_", "activation_bits"), KINDS)
@@ -177,7 +178,7 @@ def test_many_rows_and_panels_take_every_path(
         assert_same_bits(rig.rows(rows), whole[rows])
 
 
-@pytest.mark.parametrize(("format_", "activation_bits"), KINDS[1:])
+@pytest.mark.parametrize(("format_", "activation_bits"), [kind for kind in KINDS if kind[0].quantized])
 def test_what_is_not_finite_stays_in_its_row_and_shows(
     make_rig: MakeRig, format_: Format, activation_bits: int
 ) -> None:

@@ -23,7 +23,7 @@ from test_llama import predict, random_ids, tolerance
 
 from octavo.backends.native import library
 from octavo.errors import CheckpointError
-from octavo.quantization.conversion import convert
+from octavo.quantization.conversion import convert, dequantize
 from octavo.quantization.formats import NATIVE_TYPES, STORED_TYPES, Format, common_format
 from octavo.quantization.packing import unpack_groups
 from octavo.runner.model_runner import ModelRunner
@@ -65,8 +65,8 @@ def hold_as_octavo_does(tiny: TinyModel, kind_of: Callable[[str], str]) -> float
 
 
 def value(raw: npt.NDArray[np.uint8], format_: Format) -> npt.NDArray[np.float32]:
-    if format_ is Format.F32:
-        return raw.view(np.float32)
+    if not format_.quantized:
+        return dequantize(raw, NATIVE_TYPES[format_])
     return unpack_groups(NATIVE_TYPES[format_], raw).values()
 
 

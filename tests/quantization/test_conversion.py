@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from octavo.errors import CheckpointError, UnsupportedModelError
 from octavo.quantization import conversion
@@ -33,10 +34,13 @@ class Rows:
     raw: npt.NDArray[np.uint8]
     row_order: npt.NDArray[np.int32] | None = None
 
+    def release(self) -> None:
+        """There is no file to let go of."""
+
 
 def value(raw: npt.NDArray[np.uint8], format_: Format) -> npt.NDArray[np.float32]:
-    if format_ is Format.F32:
-        return np.ascontiguousarray(raw).view(np.float32)
+    if not format_.quantized:
+        return dequantize(raw, NATIVE_TYPES[format_])
     return unpack_groups(NATIVE_TYPES[format_], raw).values()
 
 
@@ -138,9 +142,9 @@ def test_floats_at_odd_addresses_are_copied() -> None:
 def test_pieces_are_the_whole_in_order(type_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = random_blocks(type_name, 37, 256)
     order = np.random.default_rng(0).permutation(37).astype(np.int32)
-    format_ = Format.F32 if type_name == "Q4_1" else STORED_TYPES[type_name].format
+    format_ = Format.F32 if type_name in ("Q4_1", "BF16") else STORED_TYPES[type_name].format
     whole = convert(raw, type_name, format_)[order]
-    for weights in (1, 5000, 20000):
+    for weights in (1, 5000, 8000):
         monkeypatch.setattr(conversion, "PIECE_WEIGHTS", weights)
         found = list(pieces(Rows(type_name, raw, order), format_))
         assert len(found) > 1
@@ -165,3 +169,32 @@ def test_a_matrix_takes_the_format_that_holds_all_its_parts() -> None:
     assert common_format(["Q4_K", "Q6_K", "Q4_0"]) is Format.Q8
     assert common_format(["Q8_0", "F16"]) is Format.F32
     assert {held.format for held in STORED_TYPES.values() if not held.lossless} == {Format.Q8}
+
+
+@pytest.mark.parametrize(("format_", "dtype"), [(Format.BF16, torch.bfloat16), (Format.F16, torch.float16)])
+def test_plain_formats_round_as_torch_does(format_: Format, dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(0)
+    values = (rng.normal(size=(16, 64)) * 2.0 ** rng.integers(-20, 14, (16, 64))).astype(np.float32)
+    values[0, :6] = 0.0, -0.0, np.inf, -np.inf, np.nan, 2.0**-30
+    values[1] = np.frombuffer(np.uint32(0x3F808000).tobytes(), np.float32)[0]  # halfway between two bf16
+    values.view(np.uint32)[2] = 0xFFFFFFFF  # a NaN that rounding would wrap to zero
+    found = value(convert(values.view(np.uint8), "F32", format_), format_)
+    assert np.array_equal(found, torch.from_numpy(values).to(dtype).float().numpy(), equal_nan=True)
+
+
+def test_what_f16_does_not_reach_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"as large as 70000; f16 holds up to 65504.*--dtype bf16"):
+        convert(np.full((1, 32), 7e4, np.float32).view(np.uint8), "F32", Format.F16)
+
+
+def test_pages_are_let_go_of_behind_each_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = random_blocks("BF16", 40, 64)
+    monkeypatch.setattr(conversion, "PIECE_WEIGHTS", 10 * 64)
+    events: list[str] = []
+
+    class Watched(Rows):
+        def release(self) -> None:
+            events.append("released")
+
+    events.extend("packed" for _ in pieces(Watched("BF16", raw), Format.BF16))
+    assert events == ["packed", "released"] * 4

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from octavo.backends.native import library
 from octavo.backends.torch.backend import TorchBackend
 from octavo.config.resolve import resolve
 from octavo.config.schema import EngineConfig
@@ -26,7 +27,7 @@ from octavo.program.ir import DType
 from octavo.runner.cpu_model_runner import CPUModelRunner
 from octavo.runner.model_runner import ModelRunner
 from octavo.sampling_params import SamplingParams
-from tiny_models import NUM_TOKENS, TinyModel, make_llama_gguf
+from tiny_models import NUM_TOKENS, TinyModel, make_llama_directory, make_llama_gguf
 
 CONTEXT = 200
 
@@ -370,3 +371,23 @@ def test_sampling_needs_a_step(tiny: TinyModel) -> None:
     driver = Driver(tiny)
     with pytest.raises(AssertionError, match=r"execute\(\) comes first"):
         driver.runner.sample()
+
+
+@pytest.mark.parametrize("dtype", ["auto", "f32", "bf16", "f16"])
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_plain_weights_are_held_as_asked(
+    tmp_path: Path, backend: str, dtype: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if backend == "native" and not library.available():
+        pytest.skip("the native library is not built")
+    tiny = make_llama_directory(tmp_path, dtype="bfloat16")
+    settings = {"backend": backend, "dtype": dtype, "kv_dtype": "f32", "threads": 1, "max_model_len": 64}
+    with caplog.at_level("INFO"):
+        runner = ModelRunner(tmp_path, resolve(settings).config)
+    assert runner.weight_formats == ["bf16" if dtype == "auto" else dtype]
+    rounded = [record.getMessage() for record in caplog.records if "BF16 as" in record.getMessage()]
+    assert bool(rounded) == (dtype == "f16")
+    ids = [list(range(1, 40))]
+    expected = tiny.logits(ids)
+    assert np.abs(runner.predict(ids) - expected).max() < 1e-5 * np.abs(expected).max()
+    runner.close()

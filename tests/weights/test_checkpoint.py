@@ -194,8 +194,8 @@ def test_formats(path: Path) -> None:
 @pytest.mark.parametrize(
     ("type_name", "format_", "rounded"),
     [
-        ("F16", Format.F32, False),
-        ("BF16", Format.F32, False),
+        ("F16", Format.F16, False),
+        ("BF16", Format.BF16, False),
         ("Q4_0", Format.Q4M, False),
         ("Q5_0", Format.Q8, False),
         ("Q5_1", Format.Q8, True),

@@ -166,3 +166,28 @@ def test_damaged_files_raise_nothing_but_checkpoint_errors(path: Path) -> None:
     assert all(str(path) in message and len(message) < 1000 for message in messages)
     assert peak < 16 << 20
     assert time.perf_counter() - started < 20
+
+
+def test_released_pages_are_read_again(tmp_path: Path) -> None:
+    values = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
+    save_file({"w": values}, tmp_path / "model.safetensors")
+    file = SafetensorsFile.open(tmp_path / "model.safetensors")
+    view = file.raw("w")
+    assert np.array_equal(view.view(np.float32), values)
+    resident = resident_bytes(view)
+    file.release("w")
+    assert resident_bytes(view) < resident - (3 << 20)
+    assert np.array_equal(view.view(np.float32), values)
+
+
+def resident_bytes(view: np.ndarray) -> int:
+    """Bytes of the mapping that holds `view` that this process has in memory."""
+    address, inside = view.ctypes.data, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head and not head.endswith(":"):
+            begin, end = (int(number, 16) for number in head.split("-"))
+            inside = begin <= address < end
+        elif inside and head == "Rss:":
+            return int(line.split()[1]) << 10
+    raise AssertionError("no mapping holds it")

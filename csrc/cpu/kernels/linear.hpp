@@ -118,16 +118,17 @@ static void linear_q4m_rough(const OctavoOp& op, const Step& step, Worker& worke
       });
 }
 
-static void linear_f32(const OctavoOp& op, const Step& step, Worker& worker) {
+template <class Plain>
+OCTAVO_INLINE void linear_plain(const OctavoOp& op, const Step& step, Worker& worker) {
   const int num_rows = rows_of(op, step);
   const size_t width = op.in_width;
-  const float* weight = static_cast<const float*>(op.weight);
+  const Plain* weight = static_cast<const Plain*>(op.weight);
   for_each_tile(
       op, num_rows, width * sizeof(float), worker, [](int64_t) {},
       [&](int64_t panel, int row, int rows) {
         with_rows<kRowTile>(rows, [&](auto r) {
-          f32_tile<decltype(r)::value>(weight + panel * width * kPanel, op.in_width,
-                                       op.x + row * width, panel_out(op, row, panel));
+          plain_tile<decltype(r)::value>(weight + panel * width * kPanel, op.in_width,
+                                         op.x + row * width, panel_out(op, row, panel));
         });
       });
 }
@@ -138,7 +139,9 @@ static void linear(const OctavoOp& op, const Step& step, Worker& worker) {
       return op.activation_bits == 8 ? linear_q4m_rough(op, step, worker)
                                      : linear_q4m(op, step, worker);
     case OCTAVO_FORMAT_Q8: return linear_q8(op, step, worker);
-    default: return linear_f32(op, step, worker);
+    case OCTAVO_FORMAT_F16: return linear_plain<Half>(op, step, worker);
+    case OCTAVO_FORMAT_BF16: return linear_plain<Bf16>(op, step, worker);
+    default: return linear_plain<float>(op, step, worker);
   }
 }
 

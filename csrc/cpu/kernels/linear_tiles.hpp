@@ -207,14 +207,16 @@ OCTAVO_UNROLL(4)
   store_panel<R>(to, acc);
 }
 
-// -- f32 ----------------------------------------------------------------------------------------
+// -- f32, f16, bf16 -----------------------------------------------------------------------------
 
 // x is R rows of `width` floats, one after the other; panel is [width][16].
-template <int R>
-OCTAVO_INLINE void f32_tile(const float* panel, int width, const float* x, const PanelOut& to) {
+template <int R, class Plain>
+OCTAVO_INLINE void plain_tile(const Plain* panel, int width, const float* x, const PanelOut& to) {
+  constexpr int kAhead = 1024 / sizeof(Plain);  // a KiB: what a pass over a panel reads soon
   F8 acc[R][2];
   for (int row = 0; row < R; ++row) acc[row][0] = acc[row][1] = zero();
   for (int k = 0; k < width; ++k, panel += kPanel) {
+    prefetch(panel + kAhead);
     const F8 low = load(panel);
     const F8 high = load(panel + 8);
 OCTAVO_UNROLL(4)

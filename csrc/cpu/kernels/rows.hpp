@@ -32,9 +32,12 @@ OCTAVO_INLINE void read_row(const Q8Block* weight, int n, int width, float* out)
   }
 }
 
-OCTAVO_INLINE void read_row(const float* weight, int n, int width, float* out) {
-  const float* panel = weight + static_cast<size_t>(n / kPanel) * width * kPanel;
-  for (int k = 0; k < width; ++k) out[k] = panel[k * kPanel + n % kPanel];
+template <class Plain>
+OCTAVO_INLINE void read_row(const Plain* weight, int n, int width, float* out) {
+  const Plain* panel = weight + static_cast<size_t>(n / kPanel) * width * kPanel;
+  for (int k = 0; k < width; ++k) {
+    out[k] = to_float(panel[static_cast<size_t>(k) * kPanel + n % kPanel]);
+  }
 }
 
 template <class Weight>
@@ -53,6 +56,8 @@ static void embedding(const OctavoOp& op, const Step& step, Worker& worker) {
   switch (op.format) {
     case OCTAVO_FORMAT_Q4M: return embed<Q4mBlock>(op, step, worker);
     case OCTAVO_FORMAT_Q8: return embed<Q8Block>(op, step, worker);
+    case OCTAVO_FORMAT_F16: return embed<Half>(op, step, worker);
+    case OCTAVO_FORMAT_BF16: return embed<Bf16>(op, step, worker);
     default: return embed<float>(op, step, worker);
   }
 }

@@ -24,6 +24,18 @@
 // Unroll the next loop, where lanes are registers; unrolled eights of scalars only compile slowly.
 #define OCTAVO_PRAGMA(x) _Pragma(#x)
 
+namespace octavo::OCTAVO_ISA {
+
+OCTAVO_INLINE float to_float(float x) { return x; }
+OCTAVO_INLINE float to_float(Bf16 b) {
+  const uint32_t bits = static_cast<uint32_t>(b.bits) << 16;
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+}  // namespace octavo::OCTAVO_ISA
+
 #if defined(OCTAVO_KERNELS_AVX2)
 #define OCTAVO_UNROLL(n) OCTAVO_PRAGMA(GCC unroll n)
 #include "simd_avx2.hpp"

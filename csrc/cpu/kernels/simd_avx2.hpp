@@ -26,6 +26,10 @@ OCTAVO_INLINE F8 load(const float* p) { return {_mm256_loadu_ps(p)}; }
 OCTAVO_INLINE F8 load(const Half* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
+OCTAVO_INLINE F8 load(const Bf16* p) {
+  const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16))};
+}
 OCTAVO_INLINE void store(float* p, F8 a) { _mm256_storeu_ps(p, a.v); }
 OCTAVO_INLINE void store(Half* p, F8 a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));

@@ -83,6 +83,9 @@ OCTAVO_INLINE F8 load(const Half* p) {
 OCTAVO_INLINE void store(float* p, F8 a) {
   for (int i = 0; i < 8; ++i) p[i] = a.v[i];
 }
+OCTAVO_INLINE F8 load(const Bf16* p) {
+  return each_lane([=](int i) { return to_float(p[i]); });
+}
 OCTAVO_INLINE void store(Half* p, F8 a) {
   for (int i = 0; i < 8; ++i) p[i] = to_half(a.v[i]);
 }

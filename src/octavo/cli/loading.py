@@ -29,8 +29,9 @@ def load(console: Console, resolved: Resolved, make: Callable[[], T], info: Call
     gib = loaded.bill.total / (1 << 30)
     blocks = f"{loaded.bill.num_blocks} KV blocks, {gib:.2f} GiB in all"
     console.print(
-        f"[bold]{escape(loaded.name)}[/]  backend {loaded.backend}, KV {loaded.kv_dtype}, "
-        f"context {loaded.max_model_len}, {blocks}, loaded in {loaded.load_seconds:.1f} s"
+        f"[bold]{escape(loaded.name)}[/]  backend {loaded.backend}, weights {loaded.weight_formats}, "
+        f"KV {loaded.kv_dtype}, context {loaded.max_model_len}, {blocks}, "
+        f"loaded in {loaded.load_seconds:.1f} s"
     )
     return engine
 

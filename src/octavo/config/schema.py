@@ -14,6 +14,7 @@ from typing import Any
 from octavo.errors import ConfigError
 
 BACKENDS = ("auto", "native", "torch")
+DTYPES = ("auto", "bf16", "f16", "f32")
 KV_DTYPES = ("auto", "f16", "f32")
 POLICIES = ("fcfs", "priority")
 
@@ -31,6 +32,9 @@ class EngineConfig:
         "smollm2-135m-instruct", "Catalog name, .gguf file, or directory in Hugging Face's layout."
     )
     backend: str = setting("auto", "native (C++), torch (reference), or auto: native where it was built.")
+    dtype: str = setting(
+        "auto", "Weights that are not quantised: bf16, f16, f32, or auto: as they are stored."
+    )
     kv_dtype: str = setting("auto", "Element type of the KV cache: f16, f32, or auto: f16 on native.")
     activation_bits: int = setting(
         16, "Activations where weights have 4 bits; 8: half the work on long prompts, rougher answers."
@@ -48,6 +52,7 @@ class EngineConfig:
         for field in dataclasses.fields(self):
             _of_kind(field.name, getattr(self, field.name), type(field.default))
         _one_of("backend", self.backend, BACKENDS)
+        _one_of("dtype", self.dtype, DTYPES)
         _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         _one_of("policy", self.policy, POLICIES)
         if self.activation_bits not in (8, 16):

@@ -33,6 +33,7 @@ class ModelInfo:
 
     name: str
     backend: str
+    weight_formats: str
     kv_dtype: str
     policy: Policy
     max_model_len: int
@@ -83,6 +84,7 @@ def _build(config: EngineConfig, runner: ModelRunner, started: float) -> Engine:
     info = ModelInfo(
         name=Path(config.model).stem if config.model.endswith(".gguf") else config.model,
         backend=runner.backend.name,
+        weight_formats=" and ".join(runner.weight_formats),
         kv_dtype=runner.program.kv_layers[0].dtype,
         policy=Policy(config.policy),
         max_model_len=runner.max_model_len,

@@ -5,6 +5,7 @@ nearest value of q8, so that a weight moves by at most half of q8's step, 1/254 
 Rows that need no change stay the file's own bytes; the others are converted a few megabytes at a time.
 
     F16, BF16           -> F32    widened
+    any plain type      -> F16, BF16   rounded to nearest, ties to even (only where that was asked for)
     Q4_0                -> Q4_1   w = d (q - 8) = d q + m, with m = -8 d
     Q4_0, Q5_0, IQ4_NL  -> Q8_0   w = d q with integers q: the same d
     everything else     -> Q8_0   dequantised, then d = max |w| / 127, rounded up to f16; q = round(w / d)
@@ -25,7 +26,7 @@ from octavo.quantization.formats import GROUP, NATIVE_TYPES, Format
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-#: Rows are converted in pieces of at most this many weights (16 MiB as f32), or of one row.
+#: Rows are handed out in pieces of at most this many weights (16 MiB as f32), or of one row.
 PIECE_WEIGHTS = 1 << 22
 _MOST_WEIGHTS_PER_BYTE = 6  # IQ1_S has 1.56 bits a weight
 _LARGEST = 127
@@ -43,6 +44,8 @@ class StoredRows(Protocol):
     def raw(self) -> Bytes: ...
     @property
     def row_order(self) -> npt.NDArray[np.int32] | None: ...
+    def release(self) -> None:
+        """Let go of the file's pages that were read; they are read again if they are needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +58,36 @@ class Piece:
 
 
 def pieces(rows: StoredRows, format_: Format) -> Iterator[Piece]:
-    """All rows of a tensor in the layout of a format, from the first to the last."""
+    """All rows of a tensor in the layout of a format, from the first to the last.
+
+    The file's pages are let go of behind each piece, so that loading takes no more memory than the weights.
+    """
     raw, order, type_name = rows.raw, rows.row_order, rows.type_name
-    if type_name == NATIVE_TYPES[format_] and _is_aligned(raw, format_):
+    in_place = type_name == NATIVE_TYPES[format_] and _is_aligned(raw, format_)
+    if in_place and order is not None:  # rows from all over the tensor
         yield Piece(raw, order)
+        rows.release()
         return
-    count = max(1, PIECE_WEIGHTS // (raw.shape[1] * _MOST_WEIGHTS_PER_BYTE))
+    count = max(1, PIECE_WEIGHTS // _weights_of_row(raw, type_name))
     for start in range(0, len(raw), count):
-        some = raw[start : start + count] if order is None else raw[order[start : start + count]]
-        yield Piece(convert(some, type_name, format_), None)
+        if in_place:
+            yield Piece(raw[start : start + count], None)
+        else:
+            some = raw[start : start + count] if order is None else raw[order[start : start + count]]
+            yield Piece(convert(some, type_name, format_), None)
+        rows.release()
+
+
+def _weights_of_row(raw: Bytes, type_name: str) -> int:
+    """Weights of a row, or more than there are."""
+    plain = {"F32": 4, "F16": 2, "BF16": 2}.get(type_name)
+    nbytes = int(raw.shape[1])
+    return nbytes // plain if plain else nbytes * _MOST_WEIGHTS_PER_BYTE
 
 
 def _is_aligned(raw: Bytes, format_: Format) -> bool:
     """Whether kernels may read these rows in place. Nothing makes a file keep its floats aligned."""
-    return format_.quantized or raw.ctypes.data % 4 == 0
+    return format_.quantized or raw.ctypes.data % format_.element_nbytes == 0
 
 
 def convert(raw: Bytes, type_name: str, format_: Format) -> Bytes:
@@ -79,8 +98,8 @@ def convert(raw: Bytes, type_name: str, format_: Format) -> Bytes:
     """
     if type_name == NATIVE_TYPES[format_]:
         return raw.copy()
-    if format_ is Format.F32:
-        return dequantize(raw, type_name).view(np.uint8)
+    if not format_.quantized:
+        return _plain(dequantize(raw, type_name), format_)
     if format_ is Format.Q8:
         values = dequantize(raw, type_name)
         if type_name in _WHOLE_MULTIPLES:
@@ -111,6 +130,25 @@ def dequantize(raw: Bytes, type_name: str) -> Floats:
                 "file quantised to another type"
             ) from error
     return np.array(values, dtype=np.float32)
+
+
+def _plain(values: Floats, format_: Format) -> Bytes:
+    """Rows [N, K] in a plain format. CheckpointError for weights beyond f16's reach."""
+    if format_ is Format.F32:
+        return values.view(np.uint8)
+    if format_ is Format.BF16:
+        bits = values.view(np.uint32)
+        rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
+        # A NaN whose upper half is all ones would wrap to a number.
+        return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16).view(np.uint8)
+    with np.errstate(over="ignore"):
+        halves = values.astype(np.float16)
+    if (np.isinf(halves) & np.isfinite(values)).any():
+        largest = np.abs(values[np.isfinite(values)]).max()
+        raise CheckpointError(
+            f"it has weights as large as {largest:g}; f16 holds up to 65504. Choose --dtype bf16 or f32"
+        )
+    return halves.view(np.uint8)
 
 
 def requantize_q8(values: Floats) -> Bytes:

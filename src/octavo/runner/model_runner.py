@@ -10,6 +10,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import logging
+import math
+from collections import Counter
 from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from octavo.program.builder import ProgramBuilder
 from octavo.program.ir import BLOCK_SIZE, DType, Weight
 from octavo.program.planner import Limits, seal
 from octavo.program.rope import cos_sin
+from octavo.quantization.formats import Format
 from octavo.runner import step_inputs
 from octavo.runner.request_states import RequestStates
 from octavo.sampling.sampler import SamplingRow, sample
@@ -88,9 +91,10 @@ class ModelRunner(abc.ABC):
 
     def _plan(self, build: Build, config: EngineConfig) -> None:
         """Build the program and seal it for the backend; ProgramError says what it does not serve."""
+        plain = None if config.dtype == "auto" else Format(config.dtype)
         builder = ProgramBuilder(
             self.checkpoint.architecture,
-            format_of=self.checkpoint.format_of,
+            format_of=lambda parts: self.checkpoint.format_of(parts, plain),
             kv_dtype=_kv_dtype(config, self.backend),
             activation_bits=config.activation_bits,
         )
@@ -118,6 +122,15 @@ class ModelRunner(abc.ABC):
         """What was allocated; `load` must have been called."""
         assert self._memory is not None, "load() comes first"
         return self._memory
+
+    @property
+    def weight_formats(self) -> list[Format]:
+        """Formats of the matrices, the one that most weights have first."""
+        counts: Counter[Format] = Counter()
+        for weight in self.program.weights:
+            if len(weight.shape) > 1:
+                counts[weight.format] += math.prod(weight.shape)
+        return [format_ for format_, _ in counts.most_common()]
 
     def load(self, num_blocks: int) -> None:
         """Allocate all memory, with KV for `num_blocks` blocks, and read the weights."""

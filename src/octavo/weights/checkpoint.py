@@ -42,6 +42,9 @@ class TensorFile(Protocol):
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """uint8 [rows, nbytes of a row], a view onto the file."""
 
+    def release(self, name: str) -> None:
+        """Let go of the tensor's pages that were read; they are read again if they are needed."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorRows:
@@ -60,6 +63,10 @@ class TensorRows:
     def raw(self) -> npt.NDArray[np.uint8]:
         """uint8 [rows, nbytes of a row], in the file's order."""
         return self.file.raw(self.name)
+
+    def release(self) -> None:
+        """Let go of the file's pages that were read."""
+        self.file.release(self.name)
 
     def dequantize(self) -> npt.NDArray[np.float32]:
         """f32 [*shape], rows in output order."""
@@ -96,8 +103,8 @@ class Checkpoint(abc.ABC):
         listed = ", ".join(f"{count} of {stored} as {format_}" for (stored, format_), count in counts)
         return [f"{self.path.name}: tensors held in a format near their own, rounded to nearest: {listed}"]
 
-    def format_of(self, parts: tuple[str, ...]) -> Format:
-        """The format that all of these tensors, stacked, are held in."""
+    def format_of(self, parts: tuple[str, ...], plain: Format | None = None) -> Format:
+        """The format that all of these tensors, stacked, are held in; plain: instead of another plain one."""
         infos = [self._place(part)[1] for part in parts]
         for info in infos:
             if info.type_name not in STORED_TYPES:
@@ -106,6 +113,8 @@ class Checkpoint(abc.ABC):
                     f"computed with; served are {', '.join(STORED_TYPES)}. Convert the model to one of these"
                 )
         format_ = common_format(info.type_name for info in infos)
+        if plain is not None and not format_.quantized:
+            format_ = plain
         for info in infos:
             held = STORED_TYPES[info.type_name]
             # What is wider than its own format is exact only in f32: q8's scales are not q4m's.

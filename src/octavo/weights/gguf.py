@@ -166,6 +166,14 @@ class GGUFFile:
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{self.path}: tensor {name!r}: {error}") from error
 
+    def release(self, name: str) -> None:
+        """Unmap the tensor's pages; a view onto them reads them again from the page cache."""
+        info = self.tensors[name]
+        page = mmap.PAGESIZE
+        begin, end = -(-info.offset // page) * page, (info.offset + info.nbytes) // page * page
+        if self._bytes is not None and begin < end and hasattr(self._mmap, "madvise"):
+            self._mmap.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
     def close(self) -> None:
         """Let go of the file. Views handed out by `raw` keep the mapping alive for themselves."""
         self._bytes = None

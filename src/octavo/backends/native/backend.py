@@ -38,7 +38,7 @@ from octavo.program.planner import ALIGNMENT, PlannedOp, SealedProgram
 from octavo.quantization.conversion import pieces
 from octavo.quantization.formats import Format
 
-_FORMATS = {Format.F32: FormatCode.F32, Format.Q4M: FormatCode.Q4M, Format.Q8: FormatCode.Q8}
+_FORMATS = {format_: FormatCode[format_.name] for format_ in Format}
 _DTYPES = {DType.F32: DTypeCode.F32, DType.F16: DTypeCode.F16}
 _ROWS = {Dim.TOKENS: RowsCode.TOKENS, Dim.SEQS: RowsCode.SEQS, Dim.SAMPLED: RowsCode.SAMPLED}
 

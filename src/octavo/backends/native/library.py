@@ -14,7 +14,7 @@ from pathlib import Path
 from octavo.errors import ConfigError
 
 LIBRARY_NAME = "liboctavo_cpu.so"
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 _Pointer = ctypes.c_void_p
 _I32 = ctypes.c_int32
@@ -36,6 +36,8 @@ class FormatCode(enum.IntEnum):
     F32 = 0
     Q4M = 1
     Q8 = 2
+    F16 = 3
+    BF16 = 4
 
 
 class DTypeCode(enum.IntEnum):

@@ -77,13 +77,13 @@ class NativeKernelTable:
         if len(weight.shape) == 1:
             return rows * _F32
         width = weight.shape[1]
-        if weight.format is Format.F32:
-            return rows * width * _F32
+        if not weight.format.quantized:
+            return rows * width * weight.format.element_nbytes
         return rows * (width // GROUP) * weight.format.group_nbytes
 
     def _linear_scratch(self, op: Linear, limits: Limits, *, rough: bool) -> int:
         """Quantised rows, their scales and sums; for int8 ones, a panel's unpacked nibbles per thread."""
-        if op.weight.format is Format.F32:
+        if not op.weight.format.quantized:
             return 0
         rows, width = limits.of(op.x.rows), op.x.width
         element, unpacked = (1, PANEL * width) if rough else (2, 0)

@@ -45,6 +45,8 @@ from octavo.quantization.conversion import pieces
 from octavo.quantization.formats import GROUP, NATIVE_TYPES, Format
 from octavo.quantization.packing import Groups, unpack_groups
 
+_DTYPES = {Format.F16: torch.float16, Format.BF16: torch.bfloat16}
+
 
 class _Step:
     """The inputs of one step as tensors, and its items per layer group."""
@@ -93,15 +95,16 @@ class TorchBackend:
         """Dequantise, or unpack to integers and scales, piece by piece."""
         quantized = weight.format.quantized
         target = _quantized_views(weight, out) if self._quantized and quantized else None
-        values = out.view(torch.float32).view(weight.shape[0], -1) if target is None else None
+        dtype = _DTYPES.get(weight.format, torch.float32)
+        values = out.view(dtype).view(weight.shape[0], -1) if target is None else None
         start = 0
         for piece in (piece for part in parts for piece in pieces(part, weight.format)):
             raw = piece.raw if piece.row_order is None else piece.raw[piece.row_order]
             if not quantized:
-                rows = raw.view(np.float32).reshape(-1, math.prod(weight.shape[1:]))
-                stop = start + rows.shape[0]
+                stop = start + raw.size // (weight.format.element_nbytes * math.prod(weight.shape[1:]))
                 assert values is not None
-                values[start:stop] = torch.from_numpy(rows.copy())  # torch wants it writable
+                into = values[start:stop].view(torch.uint8).numpy()
+                np.copyto(into, raw.reshape(into.shape))
             else:
                 groups = unpack_groups(NATIVE_TYPES[weight.format], raw)
                 stop = start + groups.q.shape[0]
@@ -127,7 +130,7 @@ class TorchBackend:
         memory = self._memory.weights[start : start + self.table.weight_nbytes(weight)]
         if self._quantized and weight.format.quantized:
             return _quantized_views(weight, memory)
-        return memory.view(torch.float32).view(weight.shape)
+        return memory.view(_DTYPES.get(weight.format, torch.float32)).view(weight.shape)
 
     # -- running ------------------------------------------------------------------------------
 
@@ -220,7 +223,7 @@ class TorchBackend:
                 rows = rows + weight.m[step.token_ids][:, :, None]
             rows = rows.view(step.num_tokens, -1)
         else:
-            rows = weight[step.token_ids]
+            rows = weight[step.token_ids].float()
         self._buf(op.out, step).copy_(rows if op.scale == 1.0 else rows * op.scale)
 
     def _rms_norm(self, op: RMSNorm, step: _Step) -> None:

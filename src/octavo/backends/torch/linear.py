@@ -14,6 +14,8 @@ from octavo.quantization.formats import GROUP, Format
 
 #: Rows of every matrix product. Few enough that decoding one token does not cost a prefill.
 ROWS = 16
+#: Weights of 16 bits are widened this many at a time (64 MiB as f32), or a row.
+_WIDENED = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,11 @@ class QuantizedWeight:
 
 def linear(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, out: torch.Tensor, top: int) -> None:
     """out[n, N] = x[n, K] W^T, in tiles of ROWS rows. top: the largest integer of a quantised x."""
+    if not isinstance(weight, QuantizedWeight) and weight.dtype != torch.float32:
+        count = max(1, _WIDENED // weight.shape[1])
+        for first in range(0, weight.shape[0], count):
+            linear(x, weight[first : first + count].float(), out[:, first : first + count], top)
+        return
     for start in range(0, x.shape[0], ROWS):
         tile = x[start : start + ROWS]
         count = tile.shape[0]

@@ -27,11 +27,13 @@ class TorchKernelTable:
         return Kernel(f"torch.{op.kind}")
 
     def weight_nbytes(self, weight: Weight) -> int:
-        """f32, or int8 with f32 scales (and mins) per group."""
+        """Plain, or int8 with f32 scales (and mins) per group."""
         elements = 1
         for size in weight.shape:
             elements *= size
-        if not self.quantized or not weight.format.quantized:
+        if not weight.format.quantized:
+            return weight.format.element_nbytes * elements
+        if not self.quantized:
             return 4 * elements
         scales = 2 if weight.format is Format.Q4M else 1
         return elements + 4 * scales * (elements // GROUP)
