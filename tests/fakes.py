@@ -42,9 +42,10 @@ def require(condition: bool, message: str) -> None:
 # -- the model ----------------------------------------------------------------------------------
 
 
-def empty_prefix(salt: str) -> int:
-    """The hash of no tokens at all. The salt is in it, so KV of another tenant never passes."""
-    return zlib.crc32(salt.encode())
+def empty_prefix(salt: str, *, long_rope: bool = False) -> int:
+    """The hash of no tokens at all. The salt is in it, so KV of another tenant never passes, and so is
+    the variant of the rope."""
+    return zlib.crc32(salt.encode() + b"\0long" * long_rope)
 
 
 def extend_prefix(prefix: int, token_id: int) -> int:
@@ -65,17 +66,18 @@ def solo_run(
     max_tokens: int,
     stop_ids: frozenset[int] = frozenset(),
     salt: str = "",
+    rope_boundary: int | None = None,
 ) -> tuple[list[int], FinishReason]:
     """What a request must answer, computed by itself: its output ids and why it ends."""
-    prefix = empty_prefix(salt)
-    for token_id in prompt_ids:
-        prefix = extend_prefix(prefix, token_id)
     output: list[int] = []
     while len(output) < max_tokens:
-        output.append(next_token(seed, prefix, len(prompt_ids) + len(output)))
+        known = [*prompt_ids, *output]
+        prefix = empty_prefix(salt, long_rope=rope_boundary is not None and len(known) > rope_boundary)
+        for token_id in known:
+            prefix = extend_prefix(prefix, token_id)
+        output.append(next_token(seed, prefix, len(known)))
         if output[-1] in stop_ids:
             return output, FinishReason.STOP
-        prefix = extend_prefix(prefix, output[-1])
     return output, FinishReason.LENGTH
 
 
@@ -120,7 +122,8 @@ class ScriptedExecutor:
 
     submit(plan) applies the plan's diffs and queues it; collect() executes the oldest queued plan and
     returns its result. max_rows: rows that the runner has. salt_of: the cache salt behind a request id,
-    which no message tells a runner. With `apply_twice` set, diffs are applied twice.
+    which no message tells a runner. rope_boundary: sequences of more tokens than this have another KV, from
+    their first token on. With `apply_twice` set, diffs are applied twice.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class ScriptedExecutor:
         *,
         max_rows: int,
         salt_of: Callable[[str], str] = lambda _: "",
+        rope_boundary: int | None = None,
     ) -> None:
         self.num_executed = 0
         self.apply_twice = False
@@ -137,6 +141,7 @@ class ScriptedExecutor:
         self._groups = tuple(groups)
         self._max_rows = max_rows
         self._salt_of = salt_of
+        self._rope_boundary = rope_boundary
         self._rows: dict[str, _Row] = {}
         self._queue: deque[tuple[SchedulerOutput, list[_Job]]] = deque()
         self._memory: list[Cell | None] = [None] * (num_blocks * BLOCK_SIZE)
@@ -218,7 +223,10 @@ class ScriptedExecutor:
                 new,
                 tables=[[] for _ in self._groups],
                 cells=[[] for _ in self._groups],
-                prefix=empty_prefix(self._salt_of(new.request_id)),
+                prefix=empty_prefix(
+                    self._salt_of(new.request_id),
+                    long_rope=self._is_long(len(new.prompt_ids) + len(new.output_ids)),
+                ),
                 tainted={name for name, sharers in self._poisoned.items() if new.request_id in sharers},
             )
             for token_id in [*new.prompt_ids, *new.output_ids]:
@@ -231,6 +239,9 @@ class ScriptedExecutor:
                 require(all(0 <= block < self._num_blocks for block in ids), f"no such blocks: {ids}")
                 table.extend([-1] * (index + len(ids) - len(table)))
                 table[index : index + len(ids)] = ids
+
+    def _is_long(self, num_tokens: int) -> bool:
+        return self._rope_boundary is not None and num_tokens > self._rope_boundary
 
     def _resolve(self, step: RowStep) -> _Job:
         row = self._rows[step.request_id]
@@ -282,6 +293,7 @@ class ScriptedExecutor:
     def _write(self, job: _Job) -> None:
         row, step = job.row, job.step
         require(job.end <= len(row.tokens), f"{step.request_id}: no token is known before {job.end}")
+        require(step.long_rope == self._is_long(len(row.tokens)), f"{step.request_id}: another rope")
         require(step.samples == (job.end == len(row.tokens)), f"{step.request_id}: samples={step.samples}")
         for table, cells in zip(job.tables, row.cells, strict=True):
             for position in range(step.start, job.end):

@@ -90,8 +90,8 @@ bool check_slots(const OctavoContext& context, int index, const OctavoOp& op,
       step.inputs.slot_mapping + static_cast<size_t>(op.kv_group) * step.limits.max_tokens;
   const int64_t num_slots = static_cast<int64_t>(step.limits.num_blocks) * kBlockTokens;
   for (int token = 0; token < step.num_tokens; ++token) {
-    const int position = step.inputs.positions[token];
-    if (!check_index(position, op.table_rows, "position", index, token, status)) return false;
+    const int rope_row = step.inputs.rope_rows[token];
+    if (!check_index(rope_row, op.table_rows, "rope row", index, token, status)) return false;
     if (!check_index(slots[token], num_slots, "KV slot", index, token, status)) return false;
   }
   return true;

@@ -50,7 +50,7 @@ typedef struct OctavoOp {
   int32_t kv_dtype;      /* OctavoDType of `kv` */
   int32_t in_width;      /* columns of x */
   int32_t out_width;     /* columns of out */
-  int32_t table_rows;    /* embedding: vocabulary; rotary: positions of the table */
+  int32_t table_rows;    /* embedding: vocabulary; rotary: rows of the table */
   int32_t q_heads;
   int32_t kv_heads;
   int32_t head_dim;
@@ -75,6 +75,7 @@ typedef struct OctavoOp {
 typedef struct OctavoInputs {
   const int32_t* token_ids;    /* [max_tokens] */
   const int32_t* positions;    /* [max_tokens] */
+  const int32_t* rope_rows;    /* [max_tokens]: rows of rotary's table */
   const int32_t* cu_q;         /* [max_seqs + 1] */
   const int32_t* seq_lens;     /* [max_seqs] */
   const int32_t* slot_mapping; /* [num_groups][max_tokens] */

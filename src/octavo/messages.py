@@ -46,7 +46,7 @@ class RowStep(msgspec.Struct, frozen=True, kw_only=True):
 
     block_writes[group] = (index, block ids): block_table[group][index : index + n] = ids.
     samples: the step reaches the request's last token, so a token is sampled, for position
-    `start + num_tokens`.
+    `start + num_tokens`. long_rope: rotate as in sequences beyond the model's original context.
     """
 
     request_id: str
@@ -54,6 +54,7 @@ class RowStep(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     block_writes: list[tuple[int, list[int]]]
     samples: bool
+    long_rope: bool = False
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,6 +54,8 @@ class Request:
     arrival: float
     sequence: int  # order of arrival in this engine; ties never happen
     cache_salt: str = ""
+    #: Whether its KV is of the rope for sequences beyond the model's original context.
+    long_rope: bool = False
     output_ids: list[int] = field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0

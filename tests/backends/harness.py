@@ -220,6 +220,7 @@ class Rig:
             positions = np.arange(seq.num_computed, end)
             inputs.token_ids[token : token + n] = seq.token_ids[seq.num_computed : end]
             inputs.positions[token : token + n] = positions
+            inputs.rope_rows[token : token + n] = positions
             for group, blocks in enumerate(seq.blocks):
                 table = np.asarray(blocks, np.int32)
                 inputs.block_table[group, row, : len(table)] = table

@@ -157,6 +157,10 @@ def set_position(rig: Rig, value: int) -> None:
     rig.inputs.positions[7] = value
 
 
+def set_rope_row(rig: Rig, value: int) -> None:
+    rig.inputs.rope_rows[7] = value
+
+
 def set_slot(rig: Rig, value: int) -> None:
     rig.inputs.slot_mapping[1, 4] = value
 
@@ -191,6 +195,8 @@ def set_sampled(rig: Rig, value: int) -> None:
         (set_token, VOCAB, r"op 0 \(embedding\), row 7, token id 96 is not in \[0, 96\)"),
         (set_token, -1, r"op 0 \(embedding\), row 7, token id -1 is not"),
         (set_position, 3, "row 7, position 3 should be 7: the 20 new tokens of sequence 0 end at seq_len 20"),
+        (set_rope_row, 160, r"op \d+ \(rotary_store_kv\), row 7, rope row 160 is not in \[0, 160\)"),
+        (set_rope_row, -1, r"op \d+ \(rotary_store_kv\), row 7, rope row -1 is not"),
         (set_slot, 3200, r"op \d+ \(rotary_store_kv\), row 4, KV slot 3200 is not in \[0, 3200\)"),
         (set_slot, -1, r"op \d+ \(rotary_store_kv\), row 4, KV slot -1 is not"),
         (set_block, 200, r"op 4 \(attention\), row 0, KV block 200 is not in \[0, 200\)"),

@@ -41,7 +41,7 @@ def runner(tiny: TinyModel) -> ModelRunner:
 def two_sequences(inputs: StepInputs) -> None:
     """20 new tokens of a sequence of 20, and 3 of one of 40."""
     inputs.token_ids[:23] = np.arange(23)
-    inputs.positions[:23] = [*range(20), 37, 38, 39]
+    inputs.positions[:23] = inputs.rope_rows[:23] = [*range(20), 37, 38, 39]
     inputs.cu_q[:3] = [0, 20, 23]
     inputs.seq_lens[:2] = [20, 40]
     inputs.block_table[0, 0, :2] = [3, 7]
@@ -62,6 +62,8 @@ BAD = {
     "token negative": (poke("token_ids", 4, -1), r"token_ids must lie"),
     "position too large": (poke("positions", 22, 100), r"positions must lie in 0\.\.99"),
     "position negative": (poke("positions", 0, -1), r"positions must lie"),
+    "rope row too large": (poke("rope_rows", 22, 100), r"rope_rows must lie in 0\.\.99"),
+    "rope row negative": (poke("rope_rows", 0, -1), r"rope_rows must lie"),
     "position off by one": (
         poke("positions", 21, 39),
         r"3 new tokens of sequence 1 must end at its length, 40",

@@ -30,6 +30,7 @@ class Drawn:
     start: int
     num_tokens: int
     samples: bool
+    long_rope: bool
 
 
 @st.composite
@@ -42,7 +43,7 @@ def drawn_sequences(draw: st.DrawFn) -> list[Drawn]:
         num_blocks = -(-(start + num_tokens) // BLOCK_SIZE)
         blocks = [draw(st.lists(st.integers(0, 500), min_size=num_blocks, max_size=num_blocks)) for _ in "01"]
         tokens = np.random.default_rng(length).integers(0, 1000, length).tolist()
-        sequences.append(Drawn(tokens, blocks, start, num_tokens, draw(st.booleans())))
+        sequences.append(Drawn(tokens, blocks, start, num_tokens, draw(st.booleans()), draw(st.booleans())))
     return sequences
 
 
@@ -54,6 +55,7 @@ def plan(sequences: list[Drawn]) -> SchedulerOutput:
             num_tokens=s.num_tokens,
             block_writes=[(0, blocks) for blocks in s.blocks],
             samples=s.samples,
+            long_rope=s.long_rope,
         )
         for i, s in enumerate(sequences)
     ]
@@ -81,7 +83,7 @@ def test_against_one_token_at_a_time(sequences: list[Drawn], random: object) -> 
     inputs = StepInputs.allocate(LIMITS, NUM_GROUPS)
     for name in inputs.__slots__:
         getattr(inputs, name)[...] = GARBAGE  # what the step before left
-    fill(inputs, plan(sequences), rows_of(sequences, order))
+    fill(inputs, plan(sequences), rows_of(sequences, order), rope_boundary=50)
 
     t, sampled = 0, []
     for s, sequence in enumerate(sequences):
@@ -89,6 +91,7 @@ def test_against_one_token_at_a_time(sequences: list[Drawn], random: object) -> 
         for position in range(sequence.start, sequence.start + sequence.num_tokens):
             assert inputs.token_ids[t] == sequence.tokens[position]
             assert inputs.positions[t] == position
+            assert inputs.rope_rows[t] == position + 50 * sequence.long_rope
             for g in range(NUM_GROUPS):
                 block = sequence.blocks[g][position // BLOCK_SIZE]
                 assert inputs.slot_mapping[g, t] == block * BLOCK_SIZE + position % BLOCK_SIZE
@@ -108,6 +111,7 @@ def test_allocation_is_by_the_limits() -> None:
     assert shapes == {
         "token_ids": (120,),
         "positions": (120,),
+        "rope_rows": (120,),
         "cu_q": (5,),
         "seq_lens": (4,),
         "slot_mapping": (2, 120),
@@ -115,4 +119,4 @@ def test_allocation_is_by_the_limits() -> None:
         "sampled_rows": (4,),
     }
     assert {getattr(inputs, name).dtype for name in inputs.__slots__} == {np.dtype(np.int32)}
-    assert inputs.nbytes == 4 * (120 + 120 + 5 + 4 + 240 + 56 + 4)
+    assert inputs.nbytes == 4 * (120 + 120 + 120 + 5 + 4 + 240 + 56 + 4)

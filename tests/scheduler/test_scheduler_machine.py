@@ -29,6 +29,7 @@ setups = st.builds(
     depth=st.integers(1, 2),
     longest=st.sampled_from([20, 50, 80]),
     sequences=st.sampled_from([1.5, 2, 4]),
+    rope_boundary=st.sampled_from([None, None, 16, 30]),
 )
 
 

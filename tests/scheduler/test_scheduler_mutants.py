@@ -150,6 +150,31 @@ MUTANTS: dict[str, tuple[Any, str, str, str]] = {
         "self._dropped.append(request.request_id)",
         "pass",
     ),
+    "the rope's boundary is off by one": (
+        Scheduler,
+        "_needs_long_rope",
+        "> self._rope_boundary",
+        ">= self._rope_boundary",
+    ),
+    "tokens being sampled don't count for the rope": (
+        Scheduler,
+        "_needs_long_rope",
+        "request.num_tokens + request.num_pending",
+        "request.num_tokens",
+    ),
+    "who crosses the rope's boundary keeps its blocks": (
+        Scheduler,
+        "_schedule_running",
+        "self._preempt(request)\n        return True",
+        "request.long_rope = True",
+    ),
+    "the hashes of the other rope are kept": (
+        Scheduler,
+        "_choose_rope",
+        "self.kv.forget(request)",
+        "pass",
+    ),
+    "KV of both ropes passes for one": (block_hash, "root_hash", "if long_rope", "if False"),
     "stop tokens are ignored": (scheduler, "_reason_to_stop", "token_id in request.stop_ids", "False"),
     "one token too many": (
         scheduler,

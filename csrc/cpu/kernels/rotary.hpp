@@ -75,7 +75,7 @@ OCTAVO_INLINE void rotate_and_store(const OctavoOp& op, const Step& step, Worker
       reinterpret_cast<float*>(static_cast<char*>(op.scratch) + worker.thread * head_nbytes);
 
   for_each_row(step.num_tokens, worker, [&](int64_t token) {
-    const float* cos = table + static_cast<size_t>(step.inputs.positions[token]) * op.rotary_dim;
+    const float* cos = table + static_cast<size_t>(step.inputs.rope_rows[token]) * op.rotary_dim;
     const float* sin = cos + half;
     const float* x = op.x + token * op.in_width;
     float* q = op.out + token * op.out_width;

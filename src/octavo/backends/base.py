@@ -24,7 +24,7 @@ Int32Array = npt.NDArray[np.int32]
 class StepInputs:
     """The arrays a step reads, allocated once at the limits; a step uses their beginnings.
 
-    token_ids, positions [max_tokens]; cu_q [max_seqs + 1]: tokens of sequence s are
+    token_ids, positions, rope_rows [max_tokens]: the last are rows of rope tables; cu_q [max_seqs + 1]: tokens of sequence s are
     [cu_q[s], cu_q[s + 1]); seq_lens [max_seqs]: positions known after the step (context and new);
     slot_mapping [groups, max_tokens]: block * BLOCK_SIZE + offset each token's KV is written to;
     block_table [groups, max_seqs, max_blocks]; sampled_rows [max_sampled]: tokens whose logits are
@@ -33,6 +33,7 @@ class StepInputs:
 
     token_ids: Int32Array
     positions: Int32Array
+    rope_rows: Int32Array
     cu_q: Int32Array
     seq_lens: Int32Array
     slot_mapping: Int32Array
@@ -49,6 +50,7 @@ class StepInputs:
         return cls(
             token_ids=zeros(limits.max_tokens),
             positions=zeros(limits.max_tokens),
+            rope_rows=zeros(limits.max_tokens),
             cu_q=zeros(limits.max_seqs + 1),
             seq_lens=zeros(limits.max_seqs),
             slot_mapping=zeros(num_groups, limits.max_tokens),

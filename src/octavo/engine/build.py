@@ -80,7 +80,8 @@ def _build(config: EngineConfig, runner: ModelRunner, started: float) -> Engine:
         step_tokens=config.max_num_batched_tokens,
     )
     limits = SchedulerLimits(config.max_num_batched_tokens, config.max_num_seqs)
-    scheduler = Scheduler(limits, kv, policy=Policy(config.policy))
+    boundary = runner.program.rope_boundary
+    scheduler = Scheduler(limits, kv, policy=Policy(config.policy), rope_boundary=boundary)
     info = ModelInfo(
         name=Path(config.model).stem if config.model.endswith(".gguf") else config.model,
         backend=runner.backend.name,

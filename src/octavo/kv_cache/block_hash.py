@@ -1,7 +1,7 @@
 """Names for the content of full blocks.
 
 A block's hash covers its tokens and, through its parent's hash, everything before them; the root
-covers what else decides KV (a tenant's salt). Rule: a hash only nominates a block. Whoever uses it
+covers what else decides KV (a tenant's salt, the variant of the rope). Rule: a hash only nominates a block. Whoever uses it
 compares the block's tokens too (`BlockPool.lookup`), so its own collision costs a miss, never a wrong
 answer. Those before it are trusted to the parent's hash, which is why it has 256 bits: prompts come
 from strangers, and 128 would fall to 2**64 tries.
@@ -18,9 +18,10 @@ BlockHash = bytes
 _DIGEST_SIZE = 32
 
 
-def root_hash(*, salt: str = "") -> BlockHash:
+def root_hash(*, salt: str = "", long_rope: bool = False) -> BlockHash:
     """The parent of a sequence's first block. Extra keys are tagged, so none can pose as another."""
-    return hashlib.blake2b(b"salt\0" + salt.encode(), digest_size=_DIGEST_SIZE).digest()
+    rope = b"long rope\0" if long_rope else b""
+    return hashlib.blake2b(rope + b"salt\0" + salt.encode(), digest_size=_DIGEST_SIZE).digest()
 
 
 def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:

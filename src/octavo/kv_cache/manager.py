@@ -229,7 +229,7 @@ class KVCacheManager:
                     self.pool.unregister(block)
 
     def forget(self, request: Request) -> None:
-        """Drop what is remembered of a request that will not come back."""
+        """Drop what is remembered of a request that will not come back, or not as it was."""
         self._hash_chains.pop(request.request_id, None)
 
     def launch(self, step: int) -> None:
@@ -281,14 +281,14 @@ class KVCacheManager:
         chain = self._hash_chains.setdefault(request.request_id, [])
         while len(chain) < count:
             start = len(chain) * BLOCK_SIZE
-            parent = chain[-1] if chain else root_hash(salt=request.cache_salt)
+            parent = chain[-1] if chain else _root(request)
             chain.append(block_hash(parent, request.token_ids(start, start + BLOCK_SIZE)))
         return chain
 
     def _content(
         self, request: Request, hashes: list[BlockHash], index: int
     ) -> tuple[BlockHash, tuple[int, ...]]:
-        parent = hashes[index - 1] if index else root_hash(salt=request.cache_salt)
+        parent = hashes[index - 1] if index else _root(request)
         return parent, tuple(request.token_ids(index * BLOCK_SIZE, (index + 1) * BLOCK_SIZE))
 
     def _find(self, group: int, request: Request, hashes: list[BlockHash], index: int) -> Block | None:
@@ -297,3 +297,7 @@ class KVCacheManager:
     def _window_holds(self, group: int, request: Request, hashes: list[BlockHash], length: int) -> bool:
         first = first_needed_block(self.groups[group], length * BLOCK_SIZE)
         return all(self._find(group, request, hashes, i) is not None for i in range(first, length))
+
+
+def _root(request: Request) -> BlockHash:
+    return root_hash(salt=request.cache_salt, long_rope=request.long_rope)

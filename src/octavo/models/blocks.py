@@ -122,7 +122,13 @@ def rope_table(b: ProgramBuilder, config: Config, max_model_len: int, **differen
     """The table of a config's rope parameters, with a family's differences."""
     rope = {**config["rope_parameters"], **differences}
     found = rope_frequencies(config["rotary_dim"], rope, config["max_position_embeddings"], max_model_len)
-    return b.rope_table(found.inv_freq, max_model_len, scale=found.scale)
+    return b.rope_table(
+        found.inv_freq,
+        max_model_len,
+        scale=found.scale,
+        boundary=found.boundary,
+        long_inv_freq=found.long_inv_freq,
+    )
 
 
 def embedding_weight(b: ProgramBuilder, config: Config) -> Weight:

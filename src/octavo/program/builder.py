@@ -96,9 +96,22 @@ class ProgramBuilder:
         self._weights[name] = weight
         return weight
 
-    def rope_table(self, inv_freq: tuple[float, ...], max_positions: int, *, scale: float = 1.0) -> RopeTable:
-        """The table of a rotary embedding with these inverse frequencies (radians per position)."""
-        table = RopeTable(len(self._ropes), max_positions, inv_freq, scale)
+    def rope_table(
+        self,
+        inv_freq: tuple[float, ...],
+        max_positions: int,
+        *,
+        scale: float = 1.0,
+        boundary: int | None = None,
+        long_inv_freq: tuple[float, ...] = (),
+    ) -> RopeTable:
+        """The table of a rotary embedding with these inverse frequencies (radians per position).
+
+        boundary: sequences of more tokens turn by long_inv_freq; the same for all tables.
+        """
+        table = RopeTable(len(self._ropes), max_positions, inv_freq, scale, boundary, long_inv_freq)
+        if any(other.boundary != boundary for other in self._ropes):
+            raise ProgramError(f"{table} changes at {boundary} positions, another table elsewhere")
         self._ropes.append(table)
         return table
 

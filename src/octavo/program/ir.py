@@ -174,15 +174,21 @@ class Weight(_Handle):
 
 @dataclass(frozen=True, slots=True)
 class RopeTable(_Handle):
-    """cos and sin of every position, [max_positions, rotary_dim] f32: cos in the first half.
+    """cos and sin of every position, [rows, rotary_dim] f32: cos in the first half.
 
-    Angles are position * inv_freq[i] in float64, rounded to f32 once, after cos and sin.
+    Angles are position * inv_freq[i] in float64, rounded to f32 once, after cos and sin. With a boundary,
+    sequences of more tokens than that turn by long_inv_freq:
+
+        row 0 .. boundary             position 0 .. boundary, by inv_freq
+        row boundary ..               position 0 .. max_positions, by long_inv_freq
     """
 
     id: int
     max_positions: int
     inv_freq: tuple[float, ...]  # rotary_dim / 2 of them
     scale: float = 1.0  # multiplies cos and sin (yarn, longrope)
+    boundary: int | None = None
+    long_inv_freq: tuple[float, ...] = ()
 
     def __str__(self) -> str:
         return f"$rope{self.id}"
@@ -193,9 +199,14 @@ class RopeTable(_Handle):
         return 2 * len(self.inv_freq)
 
     @property
+    def num_rows(self) -> int:
+        """Rows of the table."""
+        return self.max_positions + (self.boundary or 0)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the table."""
-        return self.max_positions * self.rotary_dim * 4
+        return self.num_rows * self.rotary_dim * 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +365,7 @@ class RotaryStoreKV(Op):
     """Rotate q and k, append k and v to the cache.   qkv [T, (H + 2 HK) D] f32, out (q) [T, H D] f32.
 
     For the first rotary_dim elements of each head of q and k, with i < rotary_dim / 2 and
-    j = i + rotary_dim / 2, at p = positions[t]:
+    j = i + rotary_dim / 2, at p = rope_rows[t] (the token's position where the table has no boundary):
         y[i] = x[i] * cos[p, i] - x[j] * sin[p, i];   y[j] = x[j] * cos[p, i] + x[i] * sin[p, i]
     Products round before the sum (no fma). k and v are rounded to the cache's dtype, to nearest even,
     and written to slot_mapping[group][t] = block * BLOCK_SIZE + offset.
@@ -473,6 +484,11 @@ class Program:
     vocab_size: int
     #: layer -> (group, storage)
     kv_places: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def rope_boundary(self) -> int | None:
+        """Sequences of more tokens than this turn otherwise, from their first token on."""
+        return self.ropes[0].boundary if self.ropes else None
 
     @property
     def num_storages(self) -> int:

@@ -22,10 +22,15 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RopeFrequencies:
-    """Radians per position of each pair, and what cos and sin are multiplied with."""
+    """Radians per position of each pair, and what cos and sin are multiplied with.
+
+    boundary: sequences of more tokens turn by long_inv_freq, from their first token on.
+    """
 
     inv_freq: tuple[float, ...]
     scale: float = 1.0
+    boundary: int | None = None
+    long_inv_freq: tuple[float, ...] = ()
 
 
 def inverse_frequencies(rotary_dim: int, theta: float) -> tuple[float, ...]:
@@ -108,26 +113,28 @@ def _yarn_attention(factor: float, rope: Mapping[str, Any]) -> float:
 def _longrope(
     plain: tuple[float, ...], rope: Mapping[str, Any], max_positions: int, max_model_len: int
 ) -> RopeFrequencies:
-    """Ding et al., "LongRoPE": a factor for each pair, other ones beyond the original context.
-
-    A sequence that grows past it would need all its KV again, so only contexts within it are served.
-    """
+    """Ding et al., "LongRoPE": a factor for each pair, other ones for sequences beyond the original
+    context."""
     original = int(rope["original_max_position_embeddings"])
-    if max_model_len > original:
-        raise UnsupportedModelError(
-            f"longrope turns differently beyond {original} positions, which is not served yet; start with "
-            f"--max-model-len {original} or less"
-        )
     factor = max_positions / original
     scale = rope.get("attention_factor")
     if scale is None:
         scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    stretched = zip(plain, rope["short_factor"], strict=True)
-    return RopeFrequencies(tuple(f / float(by) for f, by in stretched), float(scale))
+    short, long = (
+        tuple(f / float(by) for f, by in zip(plain, rope[key], strict=True))
+        for key in ("short_factor", "long_factor")
+    )
+    if max_model_len <= original:
+        return RopeFrequencies(short, float(scale))
+    return RopeFrequencies(short, float(scale), original, long)
 
 
 def cos_sin(table: RopeTable) -> npt.NDArray[np.float32]:
-    """[max_positions, rotary_dim] f32: cos, then sin."""
-    angles = np.outer(np.arange(table.max_positions, dtype=np.float64), np.array(table.inv_freq))
+    """[rows, rotary_dim] f32: cos, then sin; see RopeTable."""
+    parts = [(table.max_positions, table.inv_freq)]
+    if table.boundary is not None:
+        parts = [(table.boundary, table.inv_freq), (table.max_positions, table.long_inv_freq)]
+    tables = [np.outer(np.arange(count, dtype=np.float64), np.array(freq)) for count, freq in parts]
+    angles = np.concatenate(tables)
     values = np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * table.scale
     return values.astype(np.float32)

@@ -165,7 +165,7 @@ class ModelRunner(abc.ABC):
     def execute(self, plan: SchedulerOutput) -> None:
         """Apply a plan's diffs and run its forward."""
         self._apply(plan)
-        step_inputs.fill(self.inputs, plan, self.states)
+        step_inputs.fill(self.inputs, plan, self.states, rope_boundary=self.program.rope_boundary)
         logits = self.backend.run(plan.num_tokens, len(plan.rows), plan.num_sampled)
         self._pending = (plan, logits)
 
@@ -224,6 +224,8 @@ class ModelRunner(abc.ABC):
     def _predict_row(self, tokens: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None:
         inputs, limits = self.inputs, self.sealed.limits
         chunk = min(limits.max_tokens, limits.max_sampled)
+        boundary = self.program.rope_boundary
+        first_rope_row = boundary if boundary is not None and len(tokens) > boundary else 0
         # Groups share storages, so a block belongs to one of them.
         first_block = np.arange(len(self.program.kv_groups))[:, None] * limits.max_blocks
         inputs.block_table[:, 0, :] = first_block + np.arange(limits.max_blocks)
@@ -232,6 +234,7 @@ class ModelRunner(abc.ABC):
             count = stop - start
             inputs.token_ids[:count] = tokens[start:stop]
             inputs.positions[:count] = np.arange(start, stop)
+            inputs.rope_rows[:count] = inputs.positions[:count] + first_rope_row
             inputs.slot_mapping[:, :count] = first_block * BLOCK_SIZE + np.arange(start, stop)
             inputs.cu_q[:2] = 0, count
             inputs.seq_lens[0] = stop

@@ -14,8 +14,10 @@ from octavo.program.ir import BLOCK_SIZE
 from octavo.runner.request_states import RequestStates
 
 
-def fill(inputs: StepInputs, plan: SchedulerOutput, states: RequestStates) -> None:
-    """Write the step inputs of a plan, sequences in its order."""
+def fill(
+    inputs: StepInputs, plan: SchedulerOutput, states: RequestStates, *, rope_boundary: int | None = None
+) -> None:
+    """Write the step inputs of a plan, sequences in its order. rope_boundary: see RopeTable."""
     token = 0
     sampled = 0
     for s, step in enumerate(plan.rows):
@@ -25,6 +27,7 @@ def fill(inputs: StepInputs, plan: SchedulerOutput, states: RequestStates) -> No
         positions = np.arange(step.start, stop, dtype=np.int32)
         inputs.token_ids[token:end] = states.token_ids[row, step.start : stop]
         inputs.positions[token:end] = positions
+        inputs.rope_rows[token:end] = positions + (rope_boundary or 0) * step.long_rope
         inputs.cu_q[s] = token
         inputs.seq_lens[s] = stop
         num_blocks = -(-stop // BLOCK_SIZE)

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
+
 from octavo.errors import InvalidRequestError
 from octavo.kv_cache.manager import KVCacheManager, PrefixMatch
 from octavo.messages import (
@@ -66,11 +68,22 @@ class Scheduler:
 
     Call order: `schedule` any number of times, then `update` with the results in the same order; or
     `undo`, which takes back everything still in flight.
+
+    rope_boundary: requests of more tokens than this are rotated otherwise, from their first token on; one
+    that grows past it gives up its blocks and computes them anew.
     """
 
-    def __init__(self, limits: SchedulerLimits, kv: KVCacheManager, *, policy: Policy = Policy.FCFS) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        kv: KVCacheManager,
+        *,
+        policy: Policy = Policy.FCFS,
+        rope_boundary: int | None = None,
+    ) -> None:
         self.kv = kv
         self.limits = limits
+        self._rope_boundary = rope_boundary
         self._policy = policy
         self._key = order_key(policy)
         self._requests: dict[str, Request] = {}
@@ -191,6 +204,9 @@ class Scheduler:
         count = min(draft.budget, request.num_unscheduled_tokens)
         if count == 0 or _ends_in_flight(request):
             return True
+        if self._needs_long_rope(request) and not request.long_rope:
+            self._preempt(request)
+            return True
         end = request.num_scheduled_tokens + count
         missing = self.kv.num_missing(request, end)
         if missing and not may_allocate:
@@ -214,6 +230,7 @@ class Scheduler:
                 return
             if request.num_steps_in_flight:
                 return  # preempted, and a result is still coming; no one else takes what it lost
+            self._choose_rope(request)
             match = self.kv.match_prefix(request)
             if self.kv.awaits_another(request, match):
                 continue
@@ -224,6 +241,18 @@ class Scheduler:
             grown = self.kv.grow(request, match.num_tokens + count)
             assert grown, "_has_room promised blocks"
             self._put_into_plan(request, count, draft, admitted=True)
+
+    def _needs_long_rope(self, request: Request) -> bool:
+        """Whether the tokens known, or being sampled, are more than the model's original context."""
+        return (
+            self._rope_boundary is not None and request.num_tokens + request.num_pending > self._rope_boundary
+        )
+
+    def _choose_rope(self, request: Request) -> None:
+        """By the tokens known now, whatever was computed before: so that a retried request gets the same."""
+        if request.long_rope != self._needs_long_rope(request):
+            request.long_rope = not request.long_rope
+            self.kv.forget(request)  # the hashes of its blocks are others
 
     def _has_room(self, request: Request, match: PrefixMatch) -> bool:
         """Whether the known tokens of a waiting request fit beside what running ones still need for
@@ -248,7 +277,12 @@ class Scheduler:
         start = request.num_scheduled_tokens
         samples = count == request.num_unscheduled_tokens
         row = RowStep(
-            request_id=request.request_id, start=start, num_tokens=count, block_writes=[], samples=samples
+            request_id=request.request_id,
+            start=start,
+            num_tokens=count,
+            block_writes=[],
+            samples=samples,
+            long_rope=request.long_rope,
         )
         draft.parts[request.request_id] = _Scheduled(request, row, request.num_preemptions, admitted)
         draft.budget -= count
@@ -315,13 +349,7 @@ class Scheduler:
         """Tell the runner the blocks that this step writes to, or all of them."""
         first = 0 if everything else row.start // self.kv.block_size
         tables = self.kv.block_ids(request, first)
-        return RowStep(
-            request_id=row.request_id,
-            start=row.start,
-            num_tokens=row.num_tokens,
-            block_writes=[(first, ids) for ids in tables],
-            samples=row.samples,
-        )
+        return msgspec.structs.replace(row, block_writes=[(first, ids) for ids in tables])
 
     # -- results ------------------------------------------------------------------------------
 

@@ -242,7 +242,7 @@ class _OpWriter:
         self._read(desc, op.qkv)
         self._cache(desc, op.kv, op.q_heads)
         desc.weight = self._weights + self._sealed.rope_offsets[op.rope.id]
-        desc.table_rows = op.rope.max_positions
+        desc.table_rows = op.rope.num_rows
         desc.rotary_dim = op.rope.rotary_dim
 
     def _attention(self, desc: OpDesc, op: Attention) -> None:

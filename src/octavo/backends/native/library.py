@@ -106,6 +106,7 @@ class Inputs(ctypes.Structure):
     _fields_ = [
         ("token_ids", _Pointer),
         ("positions", _Pointer),
+        ("rope_rows", _Pointer),
         ("cu_q", _Pointer),
         ("seq_lens", _Pointer),
         ("slot_mapping", _Pointer),

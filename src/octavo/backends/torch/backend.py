@@ -62,6 +62,7 @@ class _Step:
         self.num_tokens = num_tokens
         self.token_ids = torch.from_numpy(inputs.token_ids[:num_tokens].astype(np.int64))
         self.positions = torch.from_numpy(inputs.positions[:num_tokens].astype(np.int64))
+        self.rope_rows = torch.from_numpy(inputs.rope_rows[:num_tokens].astype(np.int64))
         self.slots = torch.from_numpy(inputs.slot_mapping[:, :num_tokens].astype(np.int64))
         self.sampled_rows = torch.from_numpy(inputs.sampled_rows[:num_sampled].astype(np.int64))
         self.sizes = {"T": num_tokens, "S": num_seqs, "R": num_sampled}
@@ -123,7 +124,7 @@ class TorchBackend:
         for rope in sealed.program.ropes:
             start = sealed.rope_offsets[rope.id]
             table = memory.weights[start : start + rope.nbytes].view(torch.float32)
-            self._ropes[rope.id] = table.view(rope.max_positions, rope.rotary_dim)
+            self._ropes[rope.id] = table.view(rope.num_rows, rope.rotary_dim)
 
     def _view(self, weight: Weight) -> torch.Tensor | QuantizedWeight:
         start = self._sealed.weight_offsets[weight.id]
@@ -158,10 +159,12 @@ class TorchBackend:
                 raise BackendError(f"the step has {size} {name}, but {least} to {most} fit")
         num_blocks = self._memory.kv.shape[1]
         positions = min((rope.max_positions for rope in program.ropes), default=2**31)
+        rope_rows = min((rope.num_rows for rope in program.ropes), default=2**31)
         vocab = next(op.weight.shape[0] for op in program.ops if isinstance(op, Embedding))
         for name, values, stop in (
             ("token_ids", inputs.token_ids[:num_tokens], vocab),
             ("positions", inputs.positions[:num_tokens], positions),
+            ("rope_rows", inputs.rope_rows[:num_tokens], rope_rows),
             ("slot_mapping", inputs.slot_mapping[:, :num_tokens], num_blocks * BLOCK_SIZE),
             ("sampled_rows", inputs.sampled_rows[:num_sampled], num_tokens),
             ("seq_lens", inputs.seq_lens[:num_seqs], limits.max_model_len + 1),
@@ -265,7 +268,7 @@ class TorchBackend:
 
     def _rotary_store_kv(self, op: RotaryStoreKV, step: _Step) -> None:
         group, _ = self._sealed.program.kv_places[op.kv.layer]
-        cos_sin = self._ropes[op.rope.id][step.positions]
+        cos_sin = self._ropes[op.rope.id][step.rope_rows]
         qkv = self._buf(op.qkv, step)
         q = rotary_store_kv(qkv, cos_sin, step.slots[group], self._caches(op.kv), op.q_heads)
         self._buf(op.out, step).copy_(q)
