@@ -76,6 +76,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "phi3",
         {"sliding_window": None, "rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
     ),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
+    "smollm3, every fourth layer": ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
     "granite": (
         "granite",
         {

@@ -24,8 +24,9 @@ Int32Array = npt.NDArray[np.int32]
 class StepInputs:
     """The arrays a step reads, allocated once at the limits; a step uses their beginnings.
 
-    token_ids, positions, rope_rows [max_tokens]: the last are rows of rope tables; cu_q [max_seqs + 1]: tokens of sequence s are
-    [cu_q[s], cu_q[s + 1]); seq_lens [max_seqs]: positions known after the step (context and new);
+    token_ids, positions [max_tokens]; rope_rows [max_tokens]: rows of the rope tables;
+    cu_q [max_seqs + 1]: tokens of sequence s are [cu_q[s], cu_q[s + 1]);
+    seq_lens [max_seqs]: positions known after the step (context and new);
     slot_mapping [groups, max_tokens]: block * BLOCK_SIZE + offset each token's KV is written to;
     block_table [groups, max_seqs, max_blocks]; sampled_rows [max_sampled]: tokens whose logits are
     wanted.

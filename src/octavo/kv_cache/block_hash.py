@@ -1,10 +1,10 @@
 """Names for the content of full blocks.
 
 A block's hash covers its tokens and, through its parent's hash, everything before them; the root
-covers what else decides KV (a tenant's salt, the variant of the rope). Rule: a hash only nominates a block. Whoever uses it
-compares the block's tokens too (`BlockPool.lookup`), so its own collision costs a miss, never a wrong
-answer. Those before it are trusted to the parent's hash, which is why it has 256 bits: prompts come
-from strangers, and 128 would fall to 2**64 tries.
+covers what else decides KV (a tenant's salt, the variant of the rope). Rule: a hash only nominates a
+block. Whoever uses it compares the block's tokens too (`BlockPool.lookup`), so its own collision costs
+a miss, never a wrong answer. Those before it are trusted to the parent's hash, which is why it has 256
+bits: prompts come from strangers, and 128 would fall to 2**64 tries.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ class AttentionSpec:
     norm_offset: float = 0.0
     window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
 
 
 def attention_spec(config: Config, rope: RopeTable, **differences: Any) -> AttentionSpec:
@@ -56,9 +57,9 @@ def attention(b: ProgramBuilder, name: str, x: Buf, spec: AttentionSpec) -> Buf:
     hidden, heads, kv_heads, dim = x.width, spec.heads, spec.kv_heads, spec.head_dim
     width = (heads + 2 * kv_heads) * dim
     names = ["qkv_proj"] if spec.fused else ["q_proj", "k_proj", "v_proj"]
-    weight = _stacked(b, f"{name}.qkv.weight", (width, hidden), [f"{name}.{n}.weight" for n in names])
+    weight = stacked(b, f"{name}.qkv.weight", (width, hidden), [f"{name}.{n}.weight" for n in names])
     bias = (
-        _stacked(b, f"{name}.qkv.bias", (width,), [f"{name}.{n}.bias" for n in names]) if spec.bias else None
+        stacked(b, f"{name}.qkv.bias", (width,), [f"{name}.{n}.bias" for n in names]) if spec.bias else None
     )
     qkv = b.linear(x, weight, bias=bias)
     if spec.norm_q_k:
@@ -71,7 +72,8 @@ def attention(b: ProgramBuilder, name: str, x: Buf, spec: AttentionSpec) -> Buf:
         qkv = b.qk_norm(qkv, q_norm, k_norm, q_heads=heads, kv_heads=kv_heads, eps=spec.norm_eps)
     kv = b.kv(kv_heads, dim, window=spec.window)
     q = b.rotary_store_kv(qkv, kv, spec.rope, q_heads=heads)
-    out = b.attention(q, kv, q_heads=heads, scale=spec.scale, softcap=spec.softcap)
+    sinks = b.weight(f"{name}.sinks", (heads,)) if spec.sinks else None
+    out = b.attention(q, kv, q_heads=heads, scale=spec.scale, softcap=spec.softcap, sinks=sinks)
     output = b.weight(f"{name}.o_proj.weight", (hidden, heads * dim), shard=Shard.COLUMNS)
     output_bias = b.weight(f"{name}.o_proj.bias", (hidden,)) if spec.output_bias else None
     return b.linear(out, output, bias=output_bias)
@@ -83,7 +85,7 @@ def gated_mlp(
     """x [T, hidden] -> [T, hidden] through `width` gated channels."""
     hidden = x.width
     names = ["gate_up_proj"] if fused else ["gate_proj", "up_proj"]
-    gate_up = _stacked(b, f"{name}.gate_up", (2 * width, hidden), [f"{name}.{n}.weight" for n in names])
+    gate_up = stacked(b, f"{name}.gate_up", (2 * width, hidden), [f"{name}.{n}.weight" for n in names])
     down = b.weight(f"{name}.down_proj.weight", (hidden, width), shard=Shard.COLUMNS)
     return b.linear(b.gated_activation(b.linear(x, gate_up), activation), down)
 
@@ -100,11 +102,11 @@ def expert_mlp(
     gate, up, down = parts
     names = [expert.format(e=e) for e in range(experts)]
     stem = router.removesuffix(".gate.weight")
-    gate_up = _stacked(
+    gate_up = stacked(
         b, f"{stem}.experts.gate_up", (2 * width * experts, hidden),
         [f"{name}.{part}.weight" for name in names for part in (gate, up)],
     )  # fmt: skip
-    out = _stacked(
+    out = stacked(
         b, f"{stem}.experts.down", (hidden * experts, width), [f"{name}.{down}.weight" for name in names]
     )
     return b.moe(
@@ -166,5 +168,6 @@ def window_of(config: Config, layer: int) -> int | None:
     return int(window) if layer >= int(config.get("max_window_layers") or 0) else None
 
 
-def _stacked(b: ProgramBuilder, name: str, shape: tuple[int, ...], parts: list[str]) -> Weight:
+def stacked(b: ProgramBuilder, name: str, shape: tuple[int, ...], parts: list[str]) -> Weight:
+    """A weight stacked by rows from tensors of the checkpoint."""
     return b.weight(name, shape, parts=tuple(parts), shard=Shard.ROWS)

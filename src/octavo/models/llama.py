@@ -2,7 +2,8 @@
 
 Touvron et al., "LLaMA" and "Llama 2"; SmolLM2 is of this family. Close relatives differ in a field or
 two: Mistral has a sliding window, Qwen2 biases on q, k and v, Qwen3 norms q and k, Phi-3 fuses tensors and
-rotates part of a head, Granite multiplies what flows between blocks, Mixtral and Qwen3-MoE have experts.
+rotates part of a head, SmolLM3 rotates nothing in some layers, Granite multiplies what flows between blocks,
+Mixtral and Qwen3-MoE have experts.
 Rule: a model file reads a config and emits ops; it computes nothing.
 """
 
@@ -39,6 +40,7 @@ class _Relative:
     fused: bool = False
     rotates_part: bool = False
     multiplies: bool = False
+    rotates_some: bool = False
     experts: tuple[str, tuple[str, str, str]] | None = None  # where they are, and gate, up, down there
 
 
@@ -48,6 +50,7 @@ _RELATIVES = {
     "qwen2": _Relative(bias=True, windowed=True),
     "qwen3": _Relative(norm_q_k="head", windowed=True),
     "phi3": _Relative(fused=True, rotates_part=True, windowed=True),
+    "smollm3": _Relative(windowed=True, rotates_some=True),
     "granite": _Relative(multiplies=True),
     "mixtral": _Relative(windowed=True, experts=("block_sparse_moe", ("w1", "w3", "w2"))),
     "qwen3_moe": _Relative(
@@ -65,6 +68,10 @@ def build(b: ProgramBuilder, config: Config, max_model_len: int) -> Program:
     x_scale = float(config["residual_multiplier"]) if relative.multiplies else None
     embed = embedding_weight(b, config)
     rope = rope_table(b, config, max_model_len)
+    ropes = [rope] * config["num_hidden_layers"]
+    if relative.rotates_some:
+        none = b.rope_table((), max_model_len, boundary=rope.boundary)
+        ropes = [rope if rotates else none for rotates in _rotating_layers(config)]
     scale = float(config["embedding_multiplier"]) if relative.multiplies else 1.0
     residual = b.embedding(embed, scale=scale)
     delta: Buf | None = None
@@ -75,7 +82,7 @@ def build(b: ProgramBuilder, config: Config, max_model_len: int) -> Program:
             x = b.rms_norm(residual, norm, eps=eps)
         else:
             x, residual = b.add_rms_norm(delta, residual, norm, eps=eps, x_scale=x_scale)
-        attended = attention(b, f"{name}.self_attn", x, _spec(config, relative, rope, layer))
+        attended = attention(b, f"{name}.self_attn", x, _spec(config, relative, ropes[layer], layer))
         norm = b.weight(f"{name}.post_attention_layernorm.weight", (hidden,))
         x, residual = b.add_rms_norm(attended, residual, norm, eps=eps, x_scale=x_scale)
         delta = _feed_forward(b, config, relative, name, x, layer)
@@ -113,6 +120,18 @@ def _spec(config: Config, relative: _Relative, rope: RopeTable, layer: int) -> A
     if relative.multiplies:
         differences["scale"] = float(config["attention_multiplier"])
     return attention_spec(config, rope, **differences)
+
+
+def _rotating_layers(config: Config) -> list[bool]:
+    """SmolLM3: every fourth layer rotates nothing, unless the config lists (1: rotates) which."""
+    layers = config["num_hidden_layers"]
+    listed = config.get("no_rope_layers")
+    if listed is None:
+        every = int(config.get("no_rope_layer_interval") or 4)
+        return [(layer + 1) % every != 0 for layer in range(layers)]
+    if not isinstance(listed, list) or len(listed) != layers:
+        raise UnsupportedModelError(f"no_rope_layers is {str(listed)[:200]}; it must list {layers} layers")
+    return [bool(rotates) for rotates in listed]
 
 
 def _check(config: Config, relative: _Relative) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from octavo.errors import UnsupportedModelError
-from octavo.models import gemma, llama, olmo2
+from octavo.models import gemma, gpt_oss, llama, olmo2
 from octavo.models.blocks import Config
 from octavo.program.builder import ProgramBuilder
 from octavo.program.ir import Program
@@ -13,7 +13,7 @@ from octavo.program.ir import Program
 Build = Callable[[ProgramBuilder, Config, int], Program]
 
 MODELS: dict[str, Build] = {
-    name: family.build for family in (llama, gemma, olmo2) for name in family.ARCHITECTURES
+    name: family.build for family in (llama, gemma, olmo2, gpt_oss) for name in family.ARCHITECTURES
 }
 
 

@@ -36,7 +36,7 @@ from octavo.program.ir import (
 from octavo.program.kv_groups import assign_groups
 from octavo.quantization.formats import GROUP, Format
 
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 
 
 class ProgramBuilder:
@@ -211,13 +211,28 @@ class ProgramBuilder:
         out = self._buf((Dim.TOKENS, q_heads * kv.head_dim))
         return self._emit(RotaryStoreKV(out=out, qkv=qkv, kv=kv, rope=rope, q_heads=q_heads))
 
-    def attention(self, q: Buf, kv: KV, *, q_heads: int, scale: float, softcap: float | None = None) -> Buf:
-        """q [T, H D] -> [T, H D]."""
+    def attention(
+        self,
+        q: Buf,
+        kv: KV,
+        *,
+        q_heads: int,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Weight | None = None,
+    ) -> Buf:
+        """q [T, H D] -> [T, H D]. sinks: [H]."""
         self._tokens(q, "attention")
         self._expect(q, q_heads * kv.head_dim, kv)
         if q_heads % kv.kv_heads:
             raise ProgramError(f"{q_heads} query heads cannot share {kv.kv_heads} KV heads evenly")
-        op = Attention(out=self._buf(q.shape), q=q, kv=kv, q_heads=q_heads, scale=scale, softcap=softcap)
+        if sinks is not None:
+            self._parameter(sinks, 1, "attention")
+            if sinks.shape != (q_heads,):
+                raise ProgramError(f"sinks {sinks} {sinks.shape} are not one for each of {q_heads} heads")
+        op = Attention(
+            out=self._buf(q.shape), q=q, kv=kv, q_heads=q_heads, scale=scale, softcap=softcap, sinks=sinks
+        )
         return self._emit(op)
 
     def gated_activation(self, x: Buf, activation: str) -> Buf:
@@ -240,8 +255,10 @@ class ProgramBuilder:
         top_k: int,
         normalize: bool,
         activation: str,
+        biases: tuple[Weight, Weight, Weight] | None = None,
     ) -> Buf:
-        """[T, H] -> [T, H] through top_k of the experts stacked in the weights."""
+        """[T, H] -> [T, H] through top_k of the experts stacked in the weights. biases: of the router [E],
+        of gate and up [E 2 F], and of down [E H]."""
         self._tokens(x, "moe")
         for weight in (router, gate_up, down):
             self._parameter(weight, 2, "moe")
@@ -253,9 +270,15 @@ class ProgramBuilder:
             raise ProgramError(f"moe of {experts} experts can't use {down} {down.shape}, top_k {top_k}")
         if activation not in ACTIVATIONS:
             raise ProgramError(f"activation {activation!r} is unknown; known: {', '.join(ACTIVATIONS)}")
+        for bias, matrix in zip(biases or (), (router, gate_up, down), strict=bool(biases)):
+            self._parameter(bias, 1, "a bias of moe")
+            if bias.shape != matrix.shape[:1]:
+                raise ProgramError(f"bias {bias} {bias.shape} does not fit {matrix} {matrix.shape}")
+        of_router, of_gate_up, of_down = biases or (None, None, None)
         op = MoE(
             out=self._buf(x.shape), x=x, router=router, gate_up=gate_up, down=down, num_experts=experts,
-            top_k=top_k, normalize=normalize, activation=activation,
+            top_k=top_k, normalize=normalize, activation=activation, router_bias=of_router,
+            gate_up_bias=of_gate_up, down_bias=of_down,
         )  # fmt: skip
         return self._emit(op)
 

@@ -395,6 +395,8 @@ class Attention(Op):
               over visible t only: what is masked is never multiplied, so a NaN there stays there.
       merge   splits fold left: M' = max(M, m); a = exp(M - M'), b = exp(m - M');
               L = L * a + l * b; O = O * a + o * b; products round before sums.
+      sink    with sinks [H] f32, a last split with m = sinks[h], l = 1, o = 0 is merged: a score that
+              takes its share of attention and gives nothing (gpt-oss).
       out = O / L.
     exp is the polynomial of the backend; 0 below -87.
     """
@@ -404,6 +406,7 @@ class Attention(Op):
     q_heads: int
     scale: float
     softcap: float | None = None
+    sinks: Weight | None = None
     kind: ClassVar[str] = "attention"
 
 
@@ -413,6 +416,8 @@ class GatedActivation(Op):
 
     silu: g / (1 + exp(-g)), with exp's argument at most 87.
     gelu_tanh: 0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))).
+    clamped_swiglu (gpt-oss): with g' = min(g, 7) and u' = u clamped to [-7, 7], the product is
+    (u' + 1) g' / (1 + exp(-1.702 g')).
     tanh(y) is (1 - e) / (1 + e) with e = exp(-2 |y|), and y's sign.
     """
 
@@ -425,7 +430,8 @@ class GatedActivation(Op):
 class MoE(Op):
     """out = sum over a token's experts e, best first, of share_e * down_e(act(gate_e x) * up_e x).
 
-    x, out [T, H] f32; router [E, H], gate_up [E 2 F, H], down [E H, F]. Shares are the softmax of
+    x, out [T, H] f32; router [E, H], gate_up [E 2 F, H], down [E H, F]; biases [E], [E 2 F], [E H], added
+    to what their matrix gives. Shares are the softmax of
     router x over all experts; the top_k largest are taken, ties to the smaller id; normalize: divided by
     their sum, added best first.
     """
@@ -438,6 +444,9 @@ class MoE(Op):
     top_k: int
     normalize: bool
     activation: str
+    router_bias: Weight | None = None
+    gate_up_bias: Weight | None = None
+    down_bias: Weight | None = None
     kind: ClassVar[str] = "moe"
 
 

@@ -59,8 +59,8 @@ def _price_op(op: Op, shape: StepShape, weight_nbytes: Callable[[Weight], int]) 
         experts = min(op.num_experts, shape.num_tokens * op.top_k)
         hidden, width = op.x.width, op.down.shape[1]
         flops = 2 * shape.num_tokens * hidden * (op.num_experts + 3 * width * op.top_k)
-        router, *parts = map(weight_nbytes, op.weights)
-        weights = router + sum(parts) * experts // op.num_experts
+        everywhere = sum(weight_nbytes(w) for w in (op.router, op.router_bias) if w is not None)
+        weights = everywhere + (weights - everywhere) * experts // op.num_experts
     elif isinstance(op, Embedding):  # reads the rows of the step's tokens, not the table
         weights = weights * shape.num_tokens // op.weight.shape[0]
     elif isinstance(op, RotaryStoreKV):

@@ -47,6 +47,8 @@ class NativeKernelTable:
                 raise Unserved("no kernel that scales what is added")
             case Attention() if op.softcap is not None:
                 raise Unserved("no kernel with a softcap")
+            case Attention() if op.sinks is not None:
+                raise Unserved("no kernel with attention sinks")
             case RMSNorm() | AddRMSNorm():
                 _require_lanes("rows", op.out.width)
                 return Kernel(op.kind)

@@ -98,6 +98,13 @@ class _Softmax:
         self.m = m
 
 
+def _sink(sinks: torch.Tensor, rows: torch.Tensor) -> _Softmax:
+    """A score for each head [HK, G], without a value, beside rows [I * HK, 16 * G, D]."""
+    num_items = rows.shape[0] // sinks.shape[0]
+    m = sinks[None, :, None, :].expand(num_items, -1, ITEM_TOKENS, -1).reshape(*rows.shape[:2], 1)
+    return _Softmax(m, torch.ones_like(m), torch.zeros_like(rows))
+
+
 def _exp_difference(x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
     """exp(x - m), with exp(-inf - -inf) = 0: nothing was seen yet."""
     return exp(torch.where(torch.isneginf(x), x, x - m))
@@ -111,8 +118,9 @@ def attention(
     kv: KV,
     scale: float,
     cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [T, H D] -> [T, H D]; caches [blocks, HK, D, 16] and [blocks, HK, 16, D]."""
+    """q [T, H D] -> [T, H D]; caches [blocks, HK, D, 16] and [blocks, HK, 16, D]; sinks [H]."""
     num_items = items.tokens.shape[0]
     heads, dim = kv.kv_heads, kv.head_dim
     per_kv = q.shape[1] // (heads * dim)
@@ -134,6 +142,8 @@ def attention(
             scores = softcap(scores, cap)
         split.add_tile(torch.where(mask.reshape(scores.shape), scores, -torch.inf), v)
     total.merge(split)
+    if sinks is not None:
+        total.merge(_sink(sinks.view(heads, per_kv), rows))
     result = (total.o / total.l).view(num_items, heads, ITEM_TOKENS, per_kv, dim)
     result = result.permute(0, 2, 1, 3, 4).reshape(num_items, ITEM_TOKENS, -1)
     result = torch.where(poisoned[:, :, None], torch.nan, result)

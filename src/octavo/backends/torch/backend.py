@@ -16,7 +16,7 @@ from octavo.backends.base import DeviceMemory, StepInputs, WeightRows
 from octavo.backends.torch.attention import Items, attention
 from octavo.backends.torch.elementwise import gate, rms_norm, softcap
 from octavo.backends.torch.linear import QuantizedWeight, linear
-from octavo.backends.torch.moe import moe
+from octavo.backends.torch.moe import Affine, moe
 from octavo.backends.torch.rotary import kv_views, rotary_store_kv
 from octavo.backends.torch.table import TorchKernelTable
 from octavo.errors import BackendError
@@ -276,15 +276,20 @@ class TorchBackend:
     def _attention(self, op: Attention, step: _Step) -> None:
         group, _ = self._sealed.program.kv_places[op.kv.layer]
         q = self._buf(op.q, step)
-        out = attention(q, *self._caches(op.kv), step.items[group], op.kv, op.scale, op.softcap)
+        sinks = None if op.sinks is None else self._dense(op.sinks)
+        out = attention(q, *self._caches(op.kv), step.items[group], op.kv, op.scale, op.softcap, sinks)
         self._buf(op.out, step).copy_(out)
 
     def _gated_activation(self, op: GatedActivation, step: _Step) -> None:
         self._buf(op.out, step).copy_(gate(self._buf(op.x, step), op.activation))
 
     def _moe(self, op: MoE, step: _Step) -> None:
-        router, gate_up, down = (self._dense(weight) for weight in (op.router, op.gate_up, op.down))
+        router = self._affine(op.router, op.router_bias)
+        gate_up, down = self._affine(op.gate_up, op.gate_up_bias), self._affine(op.down, op.down_bias)
         self._buf(op.out, step).copy_(moe(self._buf(op.x, step), router, gate_up, down, op))
+
+    def _affine(self, weight: Weight, bias: Weight | None) -> Affine:
+        return Affine(self._dense(weight), None if bias is None else self._dense(bias))
 
     def _gather_rows(self, op: GatherRows, step: _Step) -> None:
         self._buf(op.out, step).copy_(self._buf(op.x, step)[step.sampled_rows])

@@ -68,6 +68,9 @@ def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
 def gate(x: torch.Tensor, activation: str) -> torch.Tensor:
     """act(x[:, :F]) * x[:, F:] of [n, 2 F]."""
     gated, up = x.chunk(2, dim=-1)
+    if activation == "clamped_swiglu":
+        gated, up = gated.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return (up + 1.0) * (gated / (1.0 + exp((gated * -1.702).clamp(max=EXP_MAX))))
     if activation == "silu":
         return gated / (1.0 + exp((-gated).clamp(max=EXP_MAX))) * up
     inner = (gated + gated * gated * gated * 0.044715) * math.sqrt(2 / math.pi)

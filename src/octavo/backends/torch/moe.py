@@ -6,6 +6,8 @@ the order of the token's own ranking, so who else went to an expert changes noth
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from octavo.backends.torch.elementwise import exp, gate, tree_sum
@@ -27,24 +29,34 @@ def route(logits: torch.Tensor, op: MoE) -> tuple[torch.Tensor, torch.Tensor]:
     return ranked, experts
 
 
-def moe(
-    x: torch.Tensor, router: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, op: MoE
-) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """A matrix [N, K] and a bias [N], which may be missing."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, K] -> [n, N]."""
+        out = x.new_empty(x.shape[0], self.weight.shape[0])
+        linear(x, self.weight, out, 0)
+        return out if self.bias is None else out + self.bias
+
+    def split(self, count: int) -> list[Affine]:
+        """`count` equal parts, by rows."""
+        biases = [None] * count if self.bias is None else self.bias.chunk(count)
+        return [Affine(*part) for part in zip(self.weight.chunk(count), biases, strict=True)]
+
+
+def moe(x: torch.Tensor, router: Affine, gate_up: Affine, down: Affine, op: MoE) -> torch.Tensor:
     """x [T, H], router [E, H], gate_up [E 2 F, H], down [E H, F] -> [T, H]."""
-    num_tokens, hidden = x.shape
-    logits = x.new_empty(num_tokens, op.num_experts)
-    linear(x, router, logits, 0)
-    shares, experts = route(logits, op)
-    results = x.new_empty(num_tokens, op.top_k, hidden)
-    for expert, (wide, narrow) in enumerate(
-        zip(gate_up.chunk(op.num_experts), down.chunk(op.num_experts), strict=True)
-    ):
+    shares, experts = route(router(x), op)
+    results = x.new_empty(x.shape[0], op.top_k, x.shape[1])
+    parts = zip(gate_up.split(op.num_experts), down.split(op.num_experts), strict=True)
+    for expert, (wide, narrow) in enumerate(parts):
         tokens, ranks = torch.nonzero(experts == expert, as_tuple=True)
         if len(tokens):
-            inner, out = x.new_empty(len(tokens), wide.shape[0]), x.new_empty(len(tokens), hidden)
-            linear(x[tokens], wide, inner, 0)
-            linear(gate(inner, op.activation), narrow, out, 0)
-            results[tokens, ranks] = out
+            results[tokens, ranks] = narrow(gate(wide(x[tokens]), op.activation))
     total = shares[:, :1] * results[:, 0]
     for rank in range(1, op.top_k):
         total = total + shares[:, rank : rank + 1] * results[:, rank]
