@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_families import FAMILIES, VOCAB, make_model
 
+from families import FAMILIES, VOCAB, make_model
 from octavo.config.resolve import resolve
 from octavo.engine.core import EngineCore
 from octavo.executor.uniproc import UniprocExecutor

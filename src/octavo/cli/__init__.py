@@ -21,6 +21,7 @@ app = App(name="octavo", help=_HELP, version=octavo.__version__, help_format="pl
 app.command("octavo.cli.serve:serve", help="Serve a model over HTTP, with an OpenAI-compatible API.")
 app.command("octavo.cli.chat:chat", help="Talk to a model in the terminal.")
 app.command("octavo.cli.generate:generate", help="Complete prompts.")
+app.command("octavo.cli.doctor:doctor", help="Examine a model and this installation.")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

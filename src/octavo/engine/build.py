@@ -64,14 +64,8 @@ def build_engine(config: EngineConfig) -> Engine:
 
 
 def _build(config: EngineConfig, runner: ModelRunner, started: float) -> Engine:
-    inputs = _input_processor(runner)  # first: a tokenizer that can't be served should not cost a load
-    bill = make_bill(
-        runner.sealed,
-        step_inputs=runner.inputs.nbytes,
-        request_states=runner.states.nbytes,
-        kv_cache_gib=config.kv_cache_gib,
-        available=cpu.available_memory(),
-    )
+    inputs = input_processor(runner)  # first: a tokenizer that can't be served should not cost a load
+    bill = bill_for(config, runner)
     runner.load(bill.num_blocks)
     kv = KVCacheManager(
         bill.num_blocks,
@@ -97,7 +91,19 @@ def _build(config: EngineConfig, runner: ModelRunner, started: float) -> Engine:
     return Engine(core, inputs, OutputProcessor(inputs.tokenizer), info)
 
 
-def _input_processor(runner: ModelRunner) -> InputProcessor:
+def bill_for(config: EngineConfig, runner: ModelRunner) -> MemoryBill:
+    """What the engine will hold. InsufficientMemoryError where that is more than there is."""
+    return make_bill(
+        runner.sealed,
+        step_inputs=runner.inputs.nbytes,
+        request_states=runner.states.nbytes,
+        kv_cache_gib=config.kv_cache_gib,
+        available=cpu.available_memory(),
+    )
+
+
+def input_processor(runner: ModelRunner) -> InputProcessor:
+    """What turns text into requests for the runner's model."""
     tokenizer = _tokenizer(runner.checkpoint)
     if tokenizer.vocab_size > runner.program.vocab_size:
         raise CheckpointError(

@@ -6,6 +6,7 @@ allocated from these numbers.
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 
 from octavo.errors import InsufficientMemoryError
@@ -67,9 +68,7 @@ def make_bill(
     """
     fixed = MemoryBill(sealed.weights_nbytes, sealed.arena_nbytes, step_inputs, request_states, 0, 0)
     limits = sealed.limits
-    one = sum(
-        blocks_for(group, limits.max_model_len, limits.max_tokens) for group in sealed.program.kv_groups
-    )
+    one = blocks_of_sequence(sealed, limits.max_model_len)
     block = sealed.program.block_nbytes
     if kv_cache_gib:
         num_blocks = int(kv_cache_gib * GIB) // block
@@ -96,3 +95,14 @@ def make_bill(
             "Lower --kv-cache-gib, --max-model-len, --max-num-seqs or --max-num-batched-tokens"
         )
     return bill
+
+
+def blocks_of_sequence(sealed: SealedProgram, num_tokens: int) -> int:
+    """KV blocks that a sequence of this length holds at once."""
+    return sum(blocks_for(group, num_tokens, sealed.limits.max_tokens) for group in sealed.program.kv_groups)
+
+
+def longest_sequence(sealed: SealedProgram, num_blocks: int) -> int:
+    """The longest sequence, up to the limit, that these blocks hold."""
+    lengths = range(sealed.limits.max_model_len + 1)
+    return bisect.bisect_right(lengths, num_blocks, key=lambda length: blocks_of_sequence(sealed, length)) - 1

@@ -24,7 +24,16 @@ class CPUModelRunner(ModelRunner):
     """ModelRunner on the native backend, or on torch."""
 
     def _choose_backend(self, config: EngineConfig) -> Backend:
-        return choose_backend(config)
+        threads = config.threads or cpu.num_threads()
+        if config.backend == "auto" and not library.available():
+            reason = f"the native CPU kernels were not built ({library.why_unavailable()})"
+            advice = "Install a C++ compiler and install Octavo again"
+            logger.warning("%s: the torch backend serves, slowly. %s", reason, advice)
+            self.declined[NativeBackend.name] = f"{reason}. {advice}"
+            return TorchBackend(num_threads=threads)
+        if config.backend == "torch":
+            return TorchBackend(num_threads=threads)
+        return NativeBackend(num_threads=threads)
 
     def _allocate(self, num_blocks: int) -> DeviceMemory:
         return DeviceMemory(
@@ -34,18 +43,3 @@ class CPUModelRunner(ModelRunner):
                 (self.program.num_storages, num_blocks, self.program.page_nbytes), dtype=torch.uint8
             ),
         )
-
-
-def choose_backend(config: EngineConfig) -> Backend:
-    """The backend that the config names; auto takes native where it was built."""
-    threads = config.threads or cpu.num_threads()
-    if config.backend == "auto" and not library.available():
-        logger.warning(
-            "the native CPU kernels were not built (%s): the torch backend serves, slowly. "
-            "Install a C++ compiler and install Octavo again",
-            library.why_unavailable(),
-        )
-        return TorchBackend(num_threads=threads)
-    if config.backend == "torch":
-        return TorchBackend(num_threads=threads)
-    return NativeBackend(num_threads=threads)

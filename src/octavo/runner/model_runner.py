@@ -72,6 +72,8 @@ class ModelRunner(abc.ABC):
         _runner_class(device)  # refuses what isn't served
         self.checkpoint = open_checkpoint(resolve_model(str(model), config.cache_path, progress=True))
         build = model_builder(self.checkpoint.architecture)
+        #: Backends that were passed over, each with every reason.
+        self.declined: dict[str, str] = {}
         self.max_model_len = _max_model_len(config, self.checkpoint)
         self.backend = backend or self._choose_backend(config)
         try:
@@ -80,6 +82,7 @@ class ModelRunner(abc.ABC):
             if backend is not None or config.backend != "auto" or self.backend.name == "torch":
                 raise
             logger.warning("%s\nThe torch backend serves it, slowly.", refusal)
+            self.declined[self.backend.name] = str(refusal)
             self.backend.close()
             self.backend = self._choose_backend(dataclasses.replace(config, backend="torch"))
             self._plan(build, config)
