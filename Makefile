@@ -45,6 +45,7 @@ bench: $(STAMP)  ## Benchmarks; the last line of each is JSON
 	$(BIN)/python benchmarks/steps.py
 	$(BIN)/python benchmarks/offline.py
 	$(BIN)/python benchmarks/load.py
+	$(BIN)/python benchmarks/context.py
 
 docs: $(STAMP)  ## Make the generated pages of docs/ anew
 	$(BIN)/python docs/generate.py

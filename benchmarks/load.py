@@ -21,54 +21,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
+
+import random_llama
 
 HIDDEN, VOCAB = 1024, 8192
 WAYS = ("torch", "native")
 
 
-def write_model(directory: Path, mib: int) -> None:
-    """config.json and model.safetensors of about `mib` MiB of bf16."""
-    matrices = {
-        **{f"self_attn.{p}_proj": (HIDDEN, HIDDEN) for p in "qkvo"},
-        **{f"mlp.{p}_proj": (4 * HIDDEN, HIDDEN) for p in ("gate", "up")},
-        "mlp.down_proj": (HIDDEN, 4 * HIDDEN),
-    }
-    norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (HIDDEN,))
-    embedding = 2 * VOCAB * HIDDEN
-    layers = max(1, ((mib << 20) - embedding) // (2 * 16 * HIDDEN * HIDDEN))
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
-    for layer in range(layers):
-        each = {**matrices, **norms}
-        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in each.items()}
-    shapes["model.norm.weight"] = (HIDDEN,)
-    header, position = {}, 0
-    for name, shape in shapes.items():
-        end = position + 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    rng = np.random.default_rng(0)
-    with (directory / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for shape in shapes.values():
-            values = rng.normal(0, 0.02, shape).astype(np.float32)
-            file.write((values.view(np.uint32) >> 16).astype(np.uint16).tobytes())
-    config = {
-        "model_type": "llama",
-        "hidden_size": HIDDEN,
-        "intermediate_size": 4 * HIDDEN,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 16,
-        "max_position_embeddings": 2048,
-        "vocab_size": VOCAB,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-    }
-    (directory / "config.json").write_text(json.dumps(config))
+def shape_of(mib: int) -> random_llama.Shape:
+    """A model of about `mib` MiB."""
+    layers = max(1, ((mib << 20) - 2 * VOCAB * HIDDEN) // (2 * 16 * HIDDEN * HIDDEN))
+    return random_llama.Shape(HIDDEN, 4 * HIDDEN, layers, 16, 16, VOCAB, 2048)
 
 
 def measure(directory: Path, way: str) -> None:
@@ -103,8 +68,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
-        write_model(directory, args.mib)
-        file = directory / "model.safetensors"
+        file = random_llama.write(directory, shape_of(args.mib))
         size = file.stat().st_size
         with file.open("rb") as written:  # still to be written back: that would slow whoever is first
             os.fsync(written.fileno())
