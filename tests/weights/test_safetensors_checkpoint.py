@@ -225,11 +225,6 @@ def test_impossible_values_are_named(key: str, value: object) -> None:
         config(**{key: value})
 
 
-def test_what_is_not_served_is_said() -> None:
-    with pytest.raises(UnsupportedModelError, match="quantised by 'gptq'"):
-        config(quantization_config={"quant_method": "gptq"})
-
-
 # -- directories that are not what they claim ---------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NoReturn
 
-from octavo.errors import CheckpointError, UnsupportedModelError
+from octavo.errors import CheckpointError
 
 _LARGEST = 1e30  # a float holds it, whatever the file wrote
 _COUNTS = (
@@ -29,12 +29,6 @@ def normalised(config: dict[str, Any], path: Path, *, has_head: bool) -> dict[st
     "rope_theta", or a dict of such for each kind of layer. path: of config.json, for errors. has_head:
     whether there is an lm_head.
     """
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise UnsupportedModelError(
-            f"{path}: the weights are quantised by {str(method)[:80]!r}, which is not served; use the "
-            "model's unquantised directory, or a GGUF file of it"
-        )
     for key in _COUNTS:
         _count(config, key, path)
     _positive(config, "rms_norm_eps", path)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from octavo.errors import CheckpointError, UnsupportedModelError
 from octavo.weights.checkpoint import Checkpoint, TensorFile, TensorInfo
 from octavo.weights.hf_config import normalised
+from octavo.weights.quantized.view import open_quantized
 from octavo.weights.safetensors import SafetensorsFile, unique_keys
 
 CONFIG = "config.json"
@@ -46,15 +47,22 @@ class SafetensorsCheckpoint(Checkpoint):
             self.generation_config = read_json_object(path / GENERATION_CONFIG, MAX_CONFIG_BYTES)
         self._files: list[SafetensorsFile] = []
         try:
-            self._by_tensor = self._open_files()
+            stored = self._open_files()
+            self._quantized = open_quantized(self._raw_config, path / CONFIG, stored)
         except BaseException:
             self.close()
             raise
+        self._by_tensor: Mapping[str, TensorFile] = self._quantized.files if self._quantized else stored
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
         """config.json, and the keys that `hf_config` derives; CheckpointError for what makes no sense."""
         return normalised(self._raw_config, self.path / CONFIG, has_head=self.has("lm_head.weight"))
+
+    @property
+    def notes(self) -> list[str]:
+        """See Checkpoint; and how quantised weights are read."""
+        return [*(self._quantized.notes if self._quantized else []), *super().notes]
 
     def has(self, name: str) -> bool:
         """Whether a tensor is there."""
@@ -119,9 +127,10 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def _unused(self, names: set[str]) -> Collection[str]:
         left = {name for name in self._by_tensor.keys() - names if not _RECOMPUTED.fullmatch(name)}
-        if self.config["tie_word_embeddings"]:
+        packed = self._quantized.tensors if self._quantized else {}
+        if self.config["tie_word_embeddings"] and "lm_head.weight" not in packed:
             left.discard("lm_head.weight")  # some files keep the tied copy
-        return left
+        return self._quantized.without_idle(left) if self._quantized else left
 
 
 def read_json_object(path: Path, limit: int) -> dict[str, Any]:
