@@ -87,6 +87,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
         },
     ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 8,
+            "layer_types": LAYERS, "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
     "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0}),
     "gemma3": ("gemma3_text", GEMMA),
 }  # fmt: skip
@@ -100,7 +107,7 @@ def make_model(family: str, seed: int = 0) -> Any:
     model = AutoModelForCausalLM.from_config(config, **eager).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith(("bias", "sinks")):
                 parameter.normal_(0, 0.1)
             elif "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)

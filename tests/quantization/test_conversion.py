@@ -198,3 +198,21 @@ def test_pages_are_let_go_of_behind_each_piece(monkeypatch: pytest.MonkeyPatch) 
 
     events.extend("packed" for _ in pieces(Watched("BF16", raw), Format.BF16))
     assert events == ["packed", "released"] * 4
+
+
+@pytest.mark.parametrize("exponent", [0, 90, 103, 104, 128, 143, 144, 200])
+def test_mxfp4_is_exact_where_f16_holds_its_scales(exponent: int) -> None:
+    """Scales are 2 ** (exponent - 128); those too small for f16 belong to next to nothing."""
+    raw = random_blocks("MXFP4", 4, 64)
+    raw.reshape(4, 2, 17)[1, 1, 0] = exponent
+    before = theirs("MXFP4", raw)
+    if exponent > 128 + 20:
+        with pytest.raises(CheckpointError, match="weights as large as"):
+            convert(raw, "MXFP4", Format.Q8)
+        return
+    after = value(convert(raw, "MXFP4", Format.Q8), Format.Q8)
+    if 104 <= exponent <= 143:
+        assert np.array_equal(after, before)
+    assert np.abs(after - before).max() <= np.abs(before).max() / 254 * 1.01
+    raw.reshape(4, 2, 17)[1, 1, 0], raw.reshape(4, 2, 17)[1, 1, 1:] = 0, 0  # zeros, of a scale of 2 ** -128
+    assert np.array_equal(value(convert(raw, "MXFP4", Format.Q8), Format.Q8), theirs("MXFP4", raw))

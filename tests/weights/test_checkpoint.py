@@ -199,7 +199,7 @@ def test_formats(path: Path) -> None:
         ("Q4_0", Format.Q4M, False),
         ("Q5_0", Format.Q8, False),
         ("Q5_1", Format.Q8, True),
-        ("MXFP4", Format.Q8, True),
+        ("MXFP4", Format.Q8, False),
     ],
 )
 def test_other_types_take_the_format_nearest(

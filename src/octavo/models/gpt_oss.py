@@ -20,13 +20,15 @@ from octavo.program.builder import ProgramBuilder
 from octavo.program.ir import Buf, Program
 
 ARCHITECTURES = ("gpt_oss",)
-_LIMIT = 7.0  # of the activation: in its contract
+#: Of the activation; both are in its contract.
+_LIMIT, _ALPHA = 7.0, 1.702
 
 
 def build(b: ProgramBuilder, config: Config, max_model_len: int) -> Program:
     """The program of a gpt-oss model, from its config under Hugging Face's keys."""
-    if float(config.get("swiglu_limit", _LIMIT)) != _LIMIT:
-        raise UnsupportedModelError(f"swiglu_limit {config['swiglu_limit']} is not served; {_LIMIT} is")
+    for key, served in (("swiglu_limit", _LIMIT), ("swiglu_alpha", _ALPHA)):
+        if config.get(key, served) != served:
+            raise UnsupportedModelError(f"{key} {config[key]} is not served; {served} is")
     hidden, eps = config["hidden_size"], config["rms_norm_eps"]
     bias = bool(config.get("attention_bias", True))
     rope = rope_table(b, config, max_model_len)
@@ -49,7 +51,7 @@ def build(b: ProgramBuilder, config: Config, max_model_len: int) -> Program:
 
 
 def _experts(b: ProgramBuilder, name: str, x: Buf, config: Config) -> Buf:
-    """The checkpoint's stacked experts come as a tensor for each: see weights/gpt_oss.py."""
+    """The checkpoint's stacked experts come as a tensor for each: see weights/quantized/gpt_oss.py."""
     hidden, width, experts = x.width, config["intermediate_size"], int(config["num_local_experts"])
 
     def of_all(what: str, parts: tuple[str, ...]) -> list[str]:

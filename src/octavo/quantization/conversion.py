@@ -8,6 +8,7 @@ Rows that need no change stay the file's own bytes; the others are converted a f
     any plain type      -> F16, BF16   rounded to nearest, ties to even (only where that was asked for)
     Q4_0                -> Q4_1   w = d (q - 8) = d q + m, with m = -8 d
     Q4_0, Q5_0, IQ4_NL  -> Q8_0   w = d q with integers q: the same d
+    MXFP4               -> Q8_0   likewise, with powers of two d; exact for the 2^-24 to 2^15 that f16 holds
     everything else     -> Q8_0   dequantised, then d = max |w| / 127, rounded up to f16; q = round(w / d)
 """
 
@@ -31,6 +32,9 @@ PIECE_WEIGHTS = 1 << 22
 _MOST_WEIGHTS_PER_BYTE = 6  # IQ1_S has 1.56 bits a weight
 _LARGEST = 127
 _Q4_0_NBYTES = 18
+_MXFP4_NBYTES = 17
+_MXFP4_BIAS = 128  # a block's first byte less this is the exponent of what its weights are multiples of
+_F16_EXPONENTS = (-24, 15)  # of the powers of two that it holds
 #: Bytes of a block of 32, of types whose weights are d q with integers |q| <= 127; d leads the block.
 _WHOLE_MULTIPLES = {"Q4_0": _Q4_0_NBYTES, "Q5_0": 22, "IQ4_NL": 18}
 
@@ -103,7 +107,12 @@ def convert(raw: Bytes, type_name: str, format_: Format) -> Bytes:
     if format_ is Format.Q8:
         values = dequantize(raw, type_name)
         if type_name in _WHOLE_MULTIPLES:
-            return _with_scales(values, raw.reshape(len(raw), -1, _WHOLE_MULTIPLES[type_name])[:, :, :2])
+            scales = raw.reshape(len(raw), -1, _WHOLE_MULTIPLES[type_name])[:, :, :2]
+            return _with_scales(values, np.ascontiguousarray(scales).view(np.float16)[:, :, 0])
+        if type_name == "MXFP4":
+            exponents = raw.reshape(len(raw), -1, _MXFP4_NBYTES)[:, :, 0].astype(np.int32) - _MXFP4_BIAS
+            if not (exponents > _F16_EXPONENTS[1]).any() and not _lost(values, exponents):
+                return _with_scales(values, np.ldexp(1.0, exponents).astype(np.float16))
         return requantize_q8(values)
     if type_name == "Q4_0":
         return _q4_0_as_q4_1(raw)
@@ -137,10 +146,7 @@ def _plain(values: Floats, format_: Format) -> Bytes:
     if format_ is Format.F32:
         return values.view(np.uint8)
     if format_ is Format.BF16:
-        bits = values.view(np.uint32)
-        rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
-        # A NaN whose upper half is all ones would wrap to a number.
-        return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16).view(np.uint8)
+        return round_to_bf16(values).view(np.uint8)
     with np.errstate(over="ignore"):
         halves = values.astype(np.float16)
     if (np.isinf(halves) & np.isfinite(values)).any():
@@ -149,6 +155,14 @@ def _plain(values: Floats, format_: Format) -> Bytes:
             f"it has weights as large as {largest:g}; f16 holds up to 65504. Choose --dtype bf16 or f32"
         )
     return halves.view(np.uint8)
+
+
+def round_to_bf16(values: Floats) -> npt.NDArray[np.uint16]:
+    """To the nearest bf16, ties to even."""
+    bits = values.view(np.uint32)
+    rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
+    # A NaN whose upper half is all ones would wrap to a number.
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
 def requantize_q8(values: Floats) -> Bytes:
@@ -169,10 +183,15 @@ def requantize_q8(values: Floats) -> Bytes:
     return _q8_0(scale, quants).reshape(len(values), -1)
 
 
-def _with_scales(values: Floats, scales: Bytes) -> Bytes:
-    """Rows [N, K] to Q8_0 with the f16 scales of their groups, bytes [N, K / 32, 2]. Exact: an f16 times an
-    integer of 8 bits is an f32, and a quotient that is an integer is not rounded."""
-    scale = np.ascontiguousarray(scales).view(np.float16)[:, :, 0]
+def _lost(values: Floats, exponents: npt.NDArray[np.int32]) -> bool:
+    """Whether scales too small for f16 belong to weights that are not zero."""
+    small = exponents < _F16_EXPONENTS[0]
+    return bool(values.reshape(*exponents.shape, GROUP)[small].any())
+
+
+def _with_scales(values: Floats, scale: npt.NDArray[np.float16]) -> Bytes:
+    """Rows [N, K] to Q8_0 with the scales of their groups [N, K / 32]. Exact: an f16 times an integer of 8
+    bits is an f32, and a quotient that is an integer is not rounded."""
     with np.errstate(all="ignore"):
         quants = values.reshape(*scale.shape, GROUP) / scale.astype(np.float32)[:, :, None]
     return _q8_0(scale, quants).reshape(len(values), -1)

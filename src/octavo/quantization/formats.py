@@ -77,6 +77,7 @@ _LOSSLESS = {
     "Q8_0": Format.Q8,
     "Q5_0": Format.Q8,
     "IQ4_NL": Format.Q8,
+    "MXFP4": Format.Q8,
     "F32": Format.F32,
     "F16": Format.F16,
     "BF16": Format.BF16,
@@ -84,7 +85,7 @@ _LOSSLESS = {
 #: Types of at most 6 bits a weight: q8 holds them with an error far below their own step.
 _REQUANTIZED = (
     *("Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S"),
-    *("IQ3_XXS", "IQ3_S", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4", "Q1_0"),
+    *("IQ3_XXS", "IQ3_S", "IQ4_XS", "TQ1_0", "TQ2_0", "NVFP4", "Q1_0"),
 )
 #: How each type of a checkpoint's tensors is held. Safetensors' dtypes have the same names.
 STORED_TYPES = {name: Held(format_, True) for name, format_ in _LOSSLESS.items()} | {

@@ -153,8 +153,9 @@ class CompressedInts(IntegerWeight):
     def _choose(self, args: list[WeightArgs]) -> tuple[int, Grid]:
         """Bits and cells, of the args that fit the tensors there are."""
         tensors, chosen = self._tensors, set()
+        rows, columns = self.shape
         for one in args:
-            grid = one.grid(self.shape, tensors.shape(self._scale))
+            grid = one.grid((rows, columns), tensors.shape(self._scale))
             if (
                 grid is not None
                 and not one.is_float

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from octavo.quantization.conversion import round_to_bf16
 from octavo.weights.quantized.grid import Grid, counts
 from octavo.weights.quantized.packed import FLOATS, PackedTensors
 from octavo.weights.quantized.scheme import Bytes, Fields, PackedWeight, Reading, Scheme, row_chunks
@@ -91,7 +92,7 @@ class Float8Weight(PackedWeight):
         for start, stop in row_chunks(*self.shape):
             with np.errstate(all="ignore"):  # what is not finite is refused below
                 values = decode[codes[start:stop]] * scales[start:stop, cells]
-            rounded = _bf16(values)
+            rounded = round_to_bf16(values)
             if (rounded & 0x7F80 == 0x7F80).any():
                 self._tensors.fail(self.name, "has weights that are not finite; the file is damaged")
             out[start:stop] = rounded.view(np.uint8)
@@ -140,9 +141,3 @@ def _values(dtype: str) -> npt.NDArray[np.float32]:
     size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
     size[codes & 127 == 127] = np.nan
     return (sign * size).astype(np.float32)
-
-
-def _bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Rounded to the nearest, ties to even. A NaN stays one: those of `_values` have no low bits to carry."""
-    bits = values.view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)

@@ -90,6 +90,11 @@ class PackedTensors:
         """uint8 [rows, nbytes of a row], a view onto the file."""
         return self._files[name].raw(name)
 
+    def release(self, name: str) -> None:
+        """Let go of the pages that were read of a tensor, if there is such a one."""
+        if name in self._files:
+            self._files[name].release(name)
+
     def fail(
         self, name: str, problem: str, error: type[CheckpointError | UnsupportedModelError] = CheckpointError
     ) -> NoReturn:

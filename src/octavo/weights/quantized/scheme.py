@@ -36,12 +36,13 @@ class Reading:
 
 
 class PackedWeight(abc.ABC):
-    """A matrix that several tensors of a file hold together. It is a `TensorInfo`.
+    """A matrix that several tensors of a file hold together, or a piece of one. It is a `TensorInfo`.
 
-    name: what it is called unpacked. shape: (rows, K). parts: the tensors that hold it.
+    name: what it is called unpacked. shape: (rows, K), or (rows,) of a vector. parts: the tensors that hold
+    it.
     """
 
-    def __init__(self, name: str, shape: tuple[int, int], parts: Collection[str]) -> None:
+    def __init__(self, name: str, shape: tuple[int, ...], parts: Collection[str]) -> None:
         self.name = name
         self.shape = shape
         self.parts = frozenset(parts)

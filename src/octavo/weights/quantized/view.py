@@ -20,6 +20,7 @@ from octavo.weights.checkpoint import TensorFile
 from octavo.weights.quantized.awq import AwqScheme
 from octavo.weights.quantized.compressed import CompressedScheme
 from octavo.weights.quantized.float8 import Float8Scheme
+from octavo.weights.quantized.gpt_oss import GptOssScheme
 from octavo.weights.quantized.gptq import GptqScheme
 from octavo.weights.quantized.packed import PackedTensors
 from octavo.weights.quantized.scheme import KEY, WAY_OUT, Fields, PackedWeight, Scheme
@@ -58,6 +59,11 @@ class QuantizedView:
         """uint8 [rows, nbytes of a row], unpacked for this call."""
         return self.tensors[name].rows()
 
+    def release(self, name: str) -> None:
+        """Let go of the pages of the tensors that hold it."""
+        for part in self.tensors[name].parts:
+            self._stored.release(part)
+
     def without_idle(self, names: Collection[str]) -> set[str]:
         """Of these tensors, those that change what is computed."""
         return {name for name in names if not self._scheme.is_idle(name, self._stored)}
@@ -81,12 +87,15 @@ class QuantizedView:
 def open_quantized(
     config: Mapping[str, Any], path: Path, stored: Mapping[str, SafetensorsFile]
 ) -> QuantizedView | None:
-    """The packed weights of a directory; None if its config.json names no quantisation.
+    """The packed weights of a directory; None if its config.json names no quantisation, nor a model that
+    packs weights anyway.
 
     path: of config.json. stored: the file of each tensor. Raises UnsupportedModelError for what is not
     served, and CheckpointError for packed tensors that miss or don't fit together.
     """
     values = config.get(KEY)
+    if config.get("model_type") == "gpt_oss" and _method(values) in ("", "mxfp4"):
+        return QuantizedView(path.parent, GptOssScheme(), stored)
     if not values:
         return None
     method = values.get("quant_method") if isinstance(values, dict) else values
@@ -96,3 +105,8 @@ def open_quantized(
             f"{', '.join(_SCHEMES)}. Else {WAY_OUT}"
         )
     return QuantizedView(path.parent, _SCHEMES[method.lower()](Fields(values, path)), stored)
+
+
+def _method(values: object) -> str:
+    """The method that a quantization_config names."""
+    return str(values.get("quant_method", "")).lower() if isinstance(values, dict) else ""
