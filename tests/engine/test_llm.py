@@ -7,11 +7,13 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError, ContextLengthError, EngineDeadError, InvalidRequestError
+from octavo.messages import EngineOutput, ModelRunnerOutput
 from octavo.outputs import RequestOutput
 from octavo.request import FinishReason
 from octavo.scheduler.scheduler import Scheduler
@@ -268,6 +270,58 @@ def test_llm_works_in_another_thread(llm: LLM) -> None:
     thread.start()
     thread.join()
     assert essence(found[0]) == essence(llm.generate("the cat", GREEDY, progress=False)[0])
+
+
+# -- stop strings -----------------------------------------------------------------------------------
+
+
+def stop_within(output: RequestOutput) -> tuple[str, str]:
+    """A stop of two characters from the middle of a text, and what comes before it."""
+    text = output.text
+    middle = len(text) // 2
+    stop = text[middle : middle + 2]
+    return stop, text[: text.find(stop)]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+def test_a_stop_string_cuts_text_and_ids(llm: LLM, params: SamplingParams) -> None:
+    for prompt in PROMPTS:
+        (whole,) = llm.generate(prompt, params, progress=False)
+        stop, before = stop_within(whole)
+        stopping = msgspec.structs.replace(params, stop=stop)
+        (output,) = llm.generate(prompt, stopping, progress=False)
+        assert (output.text, output.finish_reason) == (before, FinishReason.STOP)
+        count = len(output.token_ids)
+        assert 0 < count < len(whole.token_ids)
+        assert output.token_ids == whole.token_ids[:count]
+        assert output.logprobs == whole.logprobs[:count]
+        pieces = list(llm.stream(prompt, stopping))
+        assert "".join(piece.delta for piece in pieces) == before
+        assert essence(pieces[-1]) == essence(output)
+        including = msgspec.structs.replace(stopping, include_stop_str_in_output=True)
+        assert llm.generate(prompt, including, progress=False)[0].text == before + stop
+
+
+def test_the_engine_computes_nothing_beyond_a_stop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    (whole,) = llm.generate("the cat", SAMPLED, progress=False)
+    update, sampled = Scheduler.update, []
+
+    def counted(self: Scheduler, result: ModelRunnerOutput) -> list[EngineOutput]:
+        sampled.extend(token.token_id for token in result.sampled)
+        return update(self, result)
+
+    monkeypatch.setattr(Scheduler, "update", counted)
+    params = msgspec.structs.replace(SAMPLED, stop=stop_within(whole)[0])
+    (output,) = llm.generate("the cat", params, progress=False)
+    assert sampled == output.token_ids
+
+
+def test_a_stop_ends_one_request_and_no_other(llm: LLM) -> None:
+    (whole,) = llm.generate("the cat", SAMPLED, progress=False)
+    stopping = msgspec.structs.replace(SAMPLED, stop=stop_within(whole)[0])
+    first, second, third = llm.generate(["the cat"] * 3, [SAMPLED, stopping, SAMPLED], progress=False)
+    assert essence(first) == essence(third) == essence(whole)
+    assert second.finish_reason is FinishReason.STOP
 
 
 # -- faults and the end -----------------------------------------------------------------------------

@@ -117,7 +117,10 @@ class AsyncEngine:
         self._call_in_loop(self._deliver, outputs)
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
-        for output in self._outputs.process(outputs):
+        processed = self._outputs.process(outputs)
+        for request_id in processed.stopped:
+            self._client.abort(request_id)
+        for output in processed.outputs:
             inbox = self._streams.get(output.request_id)
             if inbox is not None:
                 inbox.put_nowait(output)

@@ -147,7 +147,10 @@ class LLM:
     def _step(self) -> None:
         """Run one step. Its outputs may be those of another stream that is open."""
         with _ctrl_c_held_back():
-            for output in self._outputs.process(self._client.step()):
+            processed = self._outputs.process(self._client.step())
+            for request_id in processed.stopped:
+                self._client.abort(request_id)
+            for output in processed.outputs:
                 self._inboxes[output.request_id].append(output)
 
     def _run_all(self, requests: list[EngineRequest], *, progress: bool) -> list[RequestOutput]:
