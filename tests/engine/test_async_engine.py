@@ -116,6 +116,10 @@ def test_a_chat_is_streamed(tiny_path: Path) -> None:
         assert outputs[-1].prompt_tokens == len(
             engine._inputs.tokenizer.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
         )
+        message = {"role": "assistant", "content": "the"}
+        continued = await collect(engine.chat([message], SHORT, continue_final_message=True))
+        whole = await collect(engine.generate("<|im_start|>assistant\nthe", SHORT))
+        assert continued[-1].token_ids == whole[-1].token_ids
 
     run(tiny_path, scenario)
 

@@ -13,6 +13,7 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError, ContextLengthError, EngineDeadError, InvalidRequestError
+from octavo.input.chat_template import ChatTemplate
 from octavo.messages import EngineOutput, ModelRunnerOutput
 from octavo.outputs import RequestOutput
 from octavo.request import FinishReason
@@ -168,6 +169,33 @@ def test_chat_is_the_template_and_generate(llm: LLM) -> None:
     for output in (single, first, streamed):
         assert essence(output) == essence(expected)
     assert len(second.token_ids) == SAMPLED.max_tokens
+
+
+def test_the_last_message_is_gone_on_with(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "cat is"}]
+    text = "<|im_start|>user\nthe<|im_end|>\n<|im_start|>assistant\ncat is"
+    (expected,) = llm.generate(text, GREEDY, progress=False)
+    for output in (
+        *llm.chat(messages, GREEDY, progress=False, continue_final_message=True),
+        list(llm.stream(messages, GREEDY, continue_final_message=True))[-1],
+    ):
+        assert essence(output) == essence(expected)
+    (closed,) = llm.chat(messages, GREEDY, progress=False, add_generation_prompt=False)
+    assert closed.prompt_tokens == len(llm._inputs.tokenizer.encode(text + "<|im_end|>\n"))
+
+
+def test_tools_reach_the_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{{ tools[0].name }}", bos_token="", eos_token="")
+    monkeypatch.setattr(llm._inputs, "template", template)
+    (output,) = llm.chat(
+        [{"role": "user", "content": "?"}], GREEDY, progress=False, tools=[{"name": "the cat"}]
+    )
+    assert essence(output) == essence(llm.generate("the cat", GREEDY, progress=False)[0])
+
+
+def test_arguments_of_the_template_are_for_conversations(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="tools: this is for conversations"):
+        list(llm.stream("the cat", GREEDY, tools=[]))
 
 
 def test_a_conversation_that_is_none_is_refused(llm: LLM) -> None:

@@ -132,4 +132,6 @@ def test_templates_render_as_transformers_does(name: str, kwargs: dict[str, Any]
             **{key: value for key, value in kwargs.items() if key != "messages"},
         )
     template = ChatTemplate(ours.chat_templates, **tokens)
-    assert template.render(**kwargs) == expected
+    thinking = {key: value for key, value in kwargs.items() if key == "enable_thinking"}
+    others = {key: value for key, value in kwargs.items() if key not in thinking}
+    assert template.render(**others, chat_template_kwargs=thinking) == expected

@@ -186,6 +186,16 @@ def test_text_parts_are_joined(client: OpenAI) -> None:
     assert in_parts.usage.prompt_tokens == whole.usage.prompt_tokens
 
 
+def test_the_last_message_is_gone_on_with(client: OpenAI) -> None:
+    messages = [*HI, {"role": "assistant", "content": "the"}]
+    answer = ask(client, messages=messages, extra_body={"continue_final_message": True})
+    assert answer.usage.prompt_tokens == HI_TOKENS + 1
+    closed = ask(client, messages=messages, extra_body={"add_generation_prompt": False})
+    assert closed.usage.prompt_tokens == HI_TOKENS + 3  # the turn's end and a newline
+    kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert ask(client, extra_body=kwargs).usage.prompt_tokens == HI_TOKENS
+
+
 def test_nulls_and_harmless_fields_change_nothing(server: Server, client: OpenAI) -> None:
     expected = ask(client, temperature=0).choices[0].message.content
     nulls = ["top_p", "n", "stop", "seed", "tools", "logit_bias", "response_format", "stream", "logprobs"]
@@ -255,6 +265,12 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "needs a stop"),
     ({"stop_token_ids": [191222]}, "stop_token_ids", "191222"),
     ({"ignore_eos": 1}, "ignore_eos", "valid boolean"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt", "one of them"),
+    ({"continue_final_message": "yes"}, "continue_final_message", "valid boolean"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "'messages'"),
+    ({"chat_template_kwargs": {"bos_token": "<s>"}}, "chat_template_kwargs", "'bos_token'"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "'chat_template'"),
+    ({"chat_template_kwargs": []}, "chat_template_kwargs", "dictionary"),
     ({"priority": 1}, "priority", "--policy priority"),
     ({"messages": []}, "messages", "at least one"),
     ({"messages": None}, "messages", "required"),

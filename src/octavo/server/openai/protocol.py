@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from octavo.errors import InvalidRequestError
+from octavo.input.input_processor import ChatArguments
 from octavo.sampling_params import MAX_LOGPROBS, SamplingParams
 
 #: Accepted and without effect: they describe the caller, or ask for what is the case anyway.
@@ -32,7 +33,8 @@ class StreamOptions(BaseModel):
 
 class ChatCompletionRequest(BaseModel):
     """POST /v1/chat/completions. Beyond OpenAI's fields: top_k, min_p, repetition_penalty, priority,
-    stop_token_ids, ignore_eos, include_stop_str_in_output; and more stops than its four.
+    stop_token_ids, ignore_eos, include_stop_str_in_output, add_generation_prompt, continue_final_message,
+    chat_template_kwargs; and more stops than its four.
 
     A null is as good as no field. Nothing is converted: "0.5" is no number and 1 is no true.
     """
@@ -62,6 +64,9 @@ class ChatCompletionRequest(BaseModel):
     stop_token_ids: list[int] = Field(default_factory=list)
     ignore_eos: bool = False
     priority: int = 0
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
@@ -102,6 +107,14 @@ class ChatCompletionRequest(BaseModel):
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
         )
+
+    def chat_arguments(self) -> ChatArguments:
+        """What was asked of the chat template, which checks it."""
+        return {
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
 
 
 def _token_id(key: str) -> int:
