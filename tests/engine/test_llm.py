@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from octavo.messages import EngineOutput, ModelRunnerOutput
 from octavo.outputs import RequestOutput
 from octavo.request import FinishReason
 from octavo.scheduler.scheduler import Scheduler
+from tiny_models import EOS_ID, NUM_TOKENS, make_llama_directory, write_tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, seed=5, max_tokens=20, ignore_eos=True, logprobs=0)
@@ -207,6 +209,19 @@ def test_a_conversation_that_is_none_is_refused(llm: LLM) -> None:
 def test_progress_does_not_touch_standard_output(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(["a", "b"], GREEDY)
     assert capsys.readouterr().out == ""
+
+
+def test_every_file_of_a_directory_may_name_ends(tmp_path: Path) -> None:
+    make_llama_directory(tmp_path, eos_token_id=10)
+    write_tokenizer(tmp_path)
+    generation = {"eos_token_id": [NUM_TOKENS - 3, 11]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    with make_llm(tmp_path) as llm:
+        for token_id, is_end in ((EOS_ID, True), (NUM_TOKENS - 3, True), (10, True), (11, True), (12, False)):
+            params = SamplingParams(temperature=0, max_tokens=3, logit_bias={token_id: 100})
+            (output,) = llm.generate("the cat", params, progress=False)
+            assert output.finish_reason is (FinishReason.STOP if is_end else FinishReason.LENGTH)
+            assert output.token_ids == [token_id] * (1 if is_end else 3)
 
 
 # -- streams ----------------------------------------------------------------------------------------

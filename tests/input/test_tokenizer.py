@@ -282,6 +282,23 @@ def test_a_control_token_alone_makes_a_listed_name_an_end() -> None:
     assert Tokenizer.from_gguf(small(eos_token_id=None, eot_token_id=0, eom_token_id=1)).eos_ids == (0, 1, 3)
 
 
+@pytest.mark.parametrize(
+    ("ends", "eos_ids"),
+    [
+        (["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"], (7, 0, 1, 2)),  # Llama 3
+        (["<|end|>", "<|endoftext|>", "</s>"], (7, 1, 0)),  # Phi 3; only listed names count
+        (["<|end|>", "<|return|>", "<|call|>"], (7, 1, 2)),  # gpt-oss, where <|end|> ends a message
+    ],
+)
+def test_ends_of_turns_add_to_what_the_file_names(ends: list[str], eos_ids: tuple[int, ...]) -> None:
+    tokens = [*ends, "a", "b", "c", "d", "<eos>"]
+    types = [3, 3, 3, 1, 1, 1, 1, 3]
+    tokenizer = Tokenizer.from_gguf(small(tokens=tokens, token_type=types, merges=[]))
+    assert tokenizer.eos_ids == eos_ids
+    named = Tokenizer.from_gguf(small(tokens=tokens, token_type=types, merges=[], eot_token_id=0))
+    assert named.eos_ids[:2] == (7, 0)
+
+
 def test_bos_is_added_where_the_model_says_so() -> None:
     tokenizer = Tokenizer.from_gguf(small(add_bos_token=True))
     assert tokenizer.encode("ab") == [7, 2]

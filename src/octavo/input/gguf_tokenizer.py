@@ -34,7 +34,19 @@ T = TypeVar("T")
 
 #: Tokens that end a turn in the chat formats around. Many files name only one of them as EOS though
 #: the model was trained on two; they count only where the file marks them as control tokens.
-END_OF_TURN_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
+END_OF_TURN_TOKENS = (
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|return|>",
+    "<|call|>",
+    "<|end|>",
+    "<end_of_turn>",
+)
+#: In the harmony format, which has it, <|end|> ends a message, and an answer has several.
+_HARMONY_END_OF_TURN = "<|return|>"
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _TEMPLATE_KEY = "tokenizer.chat_template"
 _KINDS = ("gpt2", "llama", "gemma4")
@@ -194,6 +206,8 @@ def _eos_ids(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence
         for token_id, (token, kind) in enumerate(zip(tokens, types, strict=True))
         if kind == CONTROL
     }
+    if _HARMONY_END_OF_TURN in control:
+        control.pop("<|end|>", None)
     listed = [control.get(token) for token in END_OF_TURN_TOKENS]
     return tuple(dict.fromkeys(token_id for token_id in (*named, *listed) if token_id is not None))
 

@@ -129,13 +129,12 @@ def _from_sentencepiece(directory: Path, config: Mapping[str, Any]) -> Tokenizer
     if bos_id is None and model.bos_id >= 0:
         bos_id = model.bos_id
     adds_bos = config.get("add_bos_token", True)
-    named = _eos_ids(directory, config, vocab, len(token_bytes))
     return TokenizerParts(
         engine=engine,
         token_bytes=token_bytes,
         special_ids=frozenset(special_ids),
         bos_id=bos_id,
-        eos_ids=named or ((model.eos_id,) if model.eos_id >= 0 else ()),
+        eos_ids=_eos_ids(directory, config, vocab, len(token_bytes), default=model.eos_id),
         adds_bos=bool(adds_bos) and bos_id is not None,
         leading_space=LeadingSpace.ONE if model.adds_space_prefix else LeadingSpace.KEPT,
         chat_templates=_chat_templates(directory, config),
@@ -203,10 +202,18 @@ def _named_token(
 
 
 def _eos_ids(
-    directory: Path, config: Mapping[str, Any], vocab: Mapping[str, int], vocab_size: int
+    directory: Path,
+    config: Mapping[str, Any],
+    vocab: Mapping[str, int],
+    vocab_size: int,
+    *,
+    default: int = -1,
 ) -> tuple[int, ...]:
-    """The tokenizer's EOS first, then what generation_config.json and config.json add."""
+    """The tokenizer's EOS first, then what generation_config.json and config.json add. default: the
+    tokenizer's where its config names none; below 0: it has none."""
     named = _named_token(directory, config, "eos_token", vocab)
+    if named is None and default >= 0:
+        named = default
     ids = [] if named is None else [named]
     for name in ("generation_config.json", "config.json"):
         value = _read_object(directory / name).get("eos_token_id")
