@@ -15,7 +15,7 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
+from octavo.errors import CheckpointError, ConfigError, InvalidRequestError, UnsupportedModelError
 from octavo.input.pre_tokenizers import PRE_TOKENIZERS
 from octavo.input.tokenizer import Tokenizer
 from octavo.weights.gguf import GGUFFile
@@ -226,13 +226,17 @@ def test_every_name_cuts_text_without_losing_any() -> None:
 
 def test_the_pre_tokenizer_can_be_set_against_the_files(smollm2_gguf: GGUFFile) -> None:
     metadata = {key: value for key, value in smollm2_gguf.metadata.items() if key != "tokenizer.ggml.pre"}
-    with pytest.raises(UnsupportedModelError, match="rules of None"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"rules of None .* with --pre-tokenizer; known are .*smollm"
+    ):
         Tokenizer.from_gguf(metadata)
     tokenizer = Tokenizer.from_gguf(metadata, pre_tokenizer="smollm")
     assert tokenizer.encode("in 2026") == Tokenizer.from_gguf(smollm2_gguf.metadata).encode("in 2026")
-    with pytest.raises(UnsupportedModelError, match=r"'nobody' \(the pre-tokenizer asked for\)"):
+    with pytest.raises(
+        ConfigError, match=r"--pre-tokenizer is 'nobody', which is not known; known are .*llama"
+    ):
         Tokenizer.from_gguf(smollm2_gguf.metadata, pre_tokenizer="nobody")
-    with pytest.raises(UnsupportedModelError, match="'smollm' can't be set for a tokenizer of kind 'llama'"):
+    with pytest.raises(ConfigError, match=r"--pre-tokenizer is 'smollm', but .* of kind 'llama'"):
         Tokenizer.from_gguf(small(model="llama"), pre_tokenizer="smollm")
 
 

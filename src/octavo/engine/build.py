@@ -11,7 +11,7 @@ from pathlib import Path
 
 from octavo.config.schema import EngineConfig
 from octavo.engine.core import EngineCore
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, ConfigError, ModelLoadError
 from octavo.executor.uniproc import UniprocExecutor
 from octavo.input.chat_template import ChatTemplate
 from octavo.input.input_processor import InputProcessor
@@ -63,7 +63,9 @@ def build_engine(config: EngineConfig) -> Engine:
 
 
 def _build(config: EngineConfig, runner: ModelRunner, started: float) -> Engine:
-    inputs = _input_processor(runner)  # first: a tokenizer that can't be served should not cost a load
+    inputs = _input_processor(
+        config, runner
+    )  # first: a tokenizer that can't be served should not cost a load
     bill = make_bill(
         runner.sealed,
         step_inputs=runner.inputs.nbytes,
@@ -94,26 +96,35 @@ def _build(config: EngineConfig, runner: ModelRunner, started: float) -> Engine:
     return Engine(core, inputs, OutputProcessor(inputs.tokenizer), info)
 
 
-def _input_processor(runner: ModelRunner) -> InputProcessor:
-    tokenizer = _tokenizer(runner.checkpoint)
+def _input_processor(config: EngineConfig, runner: ModelRunner) -> InputProcessor:
+    path = runner.checkpoint.path
+    try:
+        tokenizer = _tokenizer(config, runner.checkpoint)
+        template = _chat_template(tokenizer)
+    except ModelLoadError as error:
+        if str(path) in str(error):
+            raise
+        raise type(error)(f"{path}: {error}") from error
     if tokenizer.vocab_size > runner.program.vocab_size:
         raise CheckpointError(
-            f"{runner.checkpoint.path.name}: the tokenizer has {tokenizer.vocab_size} tokens, but the model "
-            f"has embeddings for {runner.program.vocab_size}; convert the model again"
+            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, but the model has embeddings for "
+            f"{runner.program.vocab_size}; convert the model again"
         )
     return InputProcessor(
-        tokenizer,
-        _chat_template(tokenizer),
-        max_model_len=runner.max_model_len,
-        vocab_size=runner.program.vocab_size,
+        tokenizer, template, max_model_len=runner.max_model_len, vocab_size=runner.program.vocab_size
     )
 
 
-def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
     """Of the files beside a directory's weights, or of what a GGUF file says of itself."""
-    if checkpoint.path.is_dir():
-        return Tokenizer.from_directory(checkpoint.path)
-    return Tokenizer.from_gguf(checkpoint.metadata)
+    if not checkpoint.path.is_dir():
+        return Tokenizer.from_gguf(checkpoint.metadata, pre_tokenizer=config.pre_tokenizer or None)
+    if config.pre_tokenizer:
+        raise ConfigError(
+            f"--pre-tokenizer is {config.pre_tokenizer!r}, but {checkpoint.path} is a directory, whose own "
+            "tokenizer files say how text is cut; leave it out"
+        )
+    return Tokenizer.from_directory(checkpoint.path)
 
 
 def _chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:

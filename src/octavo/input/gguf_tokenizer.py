@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, normalizers
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE
 
-from octavo.errors import CheckpointError, UnsupportedModelError
+from octavo.errors import CheckpointError, ConfigError, UnsupportedModelError
 from octavo.input.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from octavo.input.sentencepiece import SentencePieceModel
 from octavo.input.vocabulary import (
@@ -61,9 +61,9 @@ def parts_from_gguf(metadata: Mapping[str, Any], pre_tokenizer: str | None = Non
             f"{', '.join(map(repr, _KINDS))}"
         )
     if kind != "gpt2" and pre_tokenizer is not None:
-        raise UnsupportedModelError(
-            f"the pre-tokenizer {pre_tokenizer!r} can't be set for a tokenizer of kind {kind!r}, which cuts "
-            "no words; leave it out"
+        raise ConfigError(
+            f"--pre-tokenizer is {pre_tokenizer[:80]!r}, but the model's tokenizer is of kind {kind!r}, "
+            "which cuts no words; leave it out"
         )
     rules = _rules(metadata, pre_tokenizer) if kind == "gpt2" else None
     tokens = _list_of(str, metadata, "tokenizer.ggml.tokens")
@@ -178,13 +178,18 @@ def _add_tokens(engine: RustTokenizer, tokens: Sequence[str], types: Sequence[in
 
 
 def _rules(metadata: Mapping[str, Any], override: str | None) -> PreTokenizer:
-    name = metadata.get("tokenizer.ggml.pre") if override is None else override
+    known = ", ".join(sorted(PRE_TOKENIZERS))
+    if override is not None:
+        if override not in PRE_TOKENIZERS:
+            raise ConfigError(f"--pre-tokenizer is {override[:80]!r}, which is not known; known are {known}")
+        return PRE_TOKENIZERS[override]
+    name = metadata.get("tokenizer.ggml.pre")
     if not isinstance(name, str) or name not in PRE_TOKENIZERS:
-        source = "tokenizer.ggml.pre" if override is None else "the pre-tokenizer asked for"
         raise UnsupportedModelError(
-            f"the model cuts text into words by the rules of {repr(name)[:80]} ({source}), which are not "
-            f"served; served are {', '.join(sorted(PRE_TOKENIZERS))}. Name the right one as the "
-            "pre-tokenizer, or convert the model again: a file without that entry is too old to tell"
+            f"the model's text is cut into words by the rules of {repr(name)[:80]} (tokenizer.ggml.pre), "
+            "which are not known here. Where they are those of another model, name these with "
+            f"--pre-tokenizer; known are {known}. A file without that entry is too old to tell: better "
+            "convert the model again"
         )
     return PRE_TOKENIZERS[name]
 
