@@ -57,7 +57,7 @@ def parts_from_gguf(metadata: Mapping[str, Any], pre_tokenizer: str | None = Non
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in _KINDS:
         raise UnsupportedModelError(
-            f"the model's tokenizer is of kind {kind!r} (tokenizer.ggml.model); served are "
+            f"the model's tokenizer is of kind {str(kind)[:80]!r} (tokenizer.ggml.model); served are "
             f"{', '.join(map(repr, _KINDS))}"
         )
     if kind != "gpt2" and pre_tokenizer is not None:
@@ -199,7 +199,7 @@ def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
     for merge in _list_of(str, metadata, "tokenizer.ggml.merges"):
         left, _, right = merge.partition(" ")
         if not right or " " in right:
-            _fail(f"merge {merge!r} is not two tokens with a space between them")
+            _fail(f"merge {merge[:80]!r} is not two tokens with a space between them")
         pairs.append((left, right))
     return pairs
 
@@ -224,7 +224,7 @@ def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
             templates[key.removeprefix(f"{_TEMPLATE_KEY}.")] = value
     for name, source in templates.items():
         if source is not None and not isinstance(source, str):
-            _fail(f"the chat template {name!r} is a {type(source).__name__}")
+            _fail(f"the chat template {name[:80]!r} is a {type(source).__name__}")
     return {name: source for name, source in templates.items() if source is not None}
 
 
@@ -233,7 +233,7 @@ def _token_id(metadata: Mapping[str, Any], key: str, vocab_size: int) -> int | N
     if value is None:
         return None
     if type(value) is not int or not 0 <= value < vocab_size:
-        _fail(f"{key} is {value!r}, but its tokens are 0..{vocab_size - 1}")
+        _fail(f"{key} is {str(value)[:80]!r}, but its tokens are 0..{vocab_size - 1}")
     return value
 
 

@@ -39,6 +39,7 @@ MAX_TOKEN_ID = 1 << 22
 _TOKENIZER, _SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 _CONFIG = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
+_IN_NO_VOCABULARY = "\U0010fffd\u9fa0"
 
 
 def parts_from_directory(directory: Path) -> TokenizerParts:
@@ -80,6 +81,7 @@ def _from_json(directory: Path, config: Mapping[str, Any]) -> TokenizerParts:
         # In the byte alphabet, added tokens are plain text.
         plain = byte_level and token_id in added
         token_bytes[token_id] = token.encode() if plain else to_bytes(token)
+    _check_unknown(path, engine)
     prefix = _prefix_of(path, engine)
     bos_id = prefix if prefix is not None else _named_token(directory, config, "bos_token", vocab)
     adds_bos = config.get("add_bos_token")
@@ -116,7 +118,7 @@ def _from_sentencepiece(directory: Path, config: Mapping[str, Any]) -> Tokenizer
         if engine.token_to_id(token.content) != token_id:
             _fail(
                 directory / _CONFIG,
-                f"added token {token.content!r} has the id {token_id}, but the next free one is "
+                f"added token {token.content[:80]!r} has the id {token_id}, but the next free one is "
                 f"{engine.token_to_id(token.content)}",
             )
         if token_id == len(token_bytes):
@@ -169,6 +171,14 @@ def _decoder_of(path: Path, engine: RustTokenizer) -> tuple[bool, LeadingSpace]:
     if not {"Replace", "Metaspace"} & set(kinds):
         _unsupported(path, f"its decoder is {json.dumps(steps)[:200]}")
     return False, leading
+
+
+def _check_unknown(path: Path, engine: RustTokenizer) -> None:
+    """Refuse a tokenizer that has no token for what is in none, and says so only when it meets that."""
+    try:
+        engine.encode(_IN_NO_VOCABULARY, add_special_tokens=False)
+    except Exception as error:  # the library raises plain Exception
+        _fail(path, f"the tokenizers library can't encode with it: {str(error)[:300]}", error)
 
 
 def _prefix_of(path: Path, engine: RustTokenizer) -> int | None:
