@@ -11,7 +11,7 @@ from pathlib import Path
 
 from octavo.config.schema import EngineConfig
 from octavo.engine.core import EngineCore
-from octavo.errors import CheckpointError, ConfigError, ModelLoadError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.executor.uniproc import UniprocExecutor
 from octavo.input.chat_template import ChatTemplate
 from octavo.input.input_processor import InputProcessor
@@ -24,7 +24,7 @@ from octavo.runner.cpu_model_runner import CPUModelRunner
 from octavo.runner.model_runner import ModelRunner
 from octavo.scheduler.policy import Policy
 from octavo.scheduler.scheduler import Scheduler, SchedulerLimits
-from octavo.weights.checkpoint import Checkpoint
+from octavo.weights.checkpoint import Checkpoint, naming
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +98,9 @@ def _build(config: EngineConfig, runner: ModelRunner, started: float) -> Engine:
 
 def _input_processor(config: EngineConfig, runner: ModelRunner) -> InputProcessor:
     path = runner.checkpoint.path
-    try:
+    with naming(path):
         tokenizer = _tokenizer(config, runner.checkpoint)
         template = _chat_template(tokenizer)
-    except ModelLoadError as error:
-        if str(path) in str(error):
-            raise
-        raise type(error)(f"{path}: {error}") from error
     if tokenizer.vocab_size > runner.program.vocab_size:
         raise CheckpointError(
             f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, but the model has embeddings for "
