@@ -52,8 +52,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def gguf_seeds(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     directory = tmp_path_factory.mktemp("seeds")
-    kinds = ("F32", "Q4_1", "Q8_0", "Q4_0")
-    return [make_llama_gguf(directory, quantization=kind, **SIZES).path.read_bytes() for kind in kinds]
+    sizes = dict.fromkeys(("F32", "F16", "Q4_0", "Q4_1", "Q5_0", "Q8_0"), SIZES)
+    sizes["Q4_K"] = {**SIZES, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64}  # blocks of 256
+    return [
+        make_llama_gguf(directory, quantization=kind, **size).path.read_bytes()
+        for kind, size in sizes.items()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +147,7 @@ def check(path: Path, what: str) -> None:
 def test_a_damaged_gguf_file(seed: int, gguf_seeds: list[bytes], tmp_path: Path) -> None:
     rng = random.Random(f"gguf {seed}")
     data, what = mutate_gguf(rng.choice(gguf_seeds), rng)
-    path = tmp_path / "damaged.gguf"
+    path = tmp_path / "fuzzed.gguf"
     path.write_bytes(data)
     check(path, what)
 
@@ -151,7 +155,7 @@ def test_a_damaged_gguf_file(seed: int, gguf_seeds: list[bytes], tmp_path: Path)
 @pytest.mark.parametrize("seed", range(250))
 def test_a_damaged_directory(seed: int, directory_seeds: list[Path], tmp_path: Path) -> None:
     rng = random.Random(f"directory {seed}")
-    path = tmp_path / "damaged"
+    path = tmp_path / "fuzzed-model"
     shutil.copytree(rng.choice(directory_seeds), path)
     check(path, mutate_directory(path, rng))
 
@@ -163,7 +167,7 @@ def test_a_damaged_directory(seed: int, directory_seeds: list[Path], tmp_path: P
 def test_a_hyperparameter_that_makes_no_sense(
     key: str, value: Any, directory_seeds: list[Path], tmp_path: Path
 ) -> None:
-    path = tmp_path / "damaged"
+    path = tmp_path / "fuzzed-model"
     shutil.copytree(directory_seeds[1], path)
     config = json.loads((path / "config.json").read_text())
     config[key] = value
@@ -194,7 +198,7 @@ OPTIONAL_KEYS = [
 def test_a_key_of_another_kind_is_refused_by_name(
     key: str, value: Any, directory_seeds: list[Path], tmp_path: Path
 ) -> None:
-    path = tmp_path / "damaged"
+    path = tmp_path / "fuzzed-model"
     shutil.copytree(directory_seeds[1], path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, key: value}))

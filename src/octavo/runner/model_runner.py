@@ -87,7 +87,7 @@ class ModelRunner(abc.ABC):
         try:
             self.inputs = StepInputs.allocate(limits, len(self.program.kv_groups))
             self.states = RequestStates(limits, len(self.program.kv_groups))
-        except (MemoryError, RuntimeError) as error:  # the latter is torch's
+        except MemoryError as error:
             raise InsufficientMemoryError(
                 f"{limits.max_seqs} requests of up to {limits.max_model_len} tokens need more memory for "
                 "their rows than there is. Lower --max-model-len or --max-num-seqs"
@@ -131,7 +131,13 @@ class ModelRunner(abc.ABC):
 
     def load(self, num_blocks: int) -> None:
         """Allocate all memory, with KV for `num_blocks` blocks, and read the weights."""
-        memory = self._allocate(num_blocks)
+        try:
+            memory = self._allocate(num_blocks)
+        except (MemoryError, RuntimeError) as error:  # torch raises the latter
+            raise InsufficientMemoryError(
+                f"the machine has the memory free, but this process could not get it: {str(error)[:200]}. "
+                "Raise its limit (ulimit -v), or lower --kv-cache-gib or --max-model-len"
+            ) from error
         for weight in self.program.weights:
             start = self.sealed.weight_offsets[weight.id]
             out = memory.weights[start : start + self.backend.table.weight_nbytes(weight)]

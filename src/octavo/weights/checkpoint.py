@@ -172,7 +172,7 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except (ModelLoadError, ProgramError) as error:
-        if path.name in str(error):
+        if str(error).startswith((str(path), path.name)):
             raise
         raise type(error)(f"{path}: {error}") from error
 
