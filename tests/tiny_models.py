@@ -12,6 +12,7 @@ as the file does, dequantised where they are quantised, so it is an oracle for t
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gguf.quants import dequantize, quantize
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models, pre_tokenizers
 
 #: GPT-2's alphabet: a printable character for each byte, printable bytes first.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -178,6 +181,24 @@ def make_llama_directory(
     return TinyModel(directory, model.double())
 
 
+def write_tokenizer(directory: Path, **config: Any) -> None:
+    """The GGUF files' tokenizer, as tokenizer.json and tokenizer_config.json. config: of the latter."""
+    vocab = {token: token_id for token_id, token in enumerate(_normal_tokens())}
+    engine = RustTokenizer(models.BPE(vocab, [tuple(merge.split(" ")) for merge in _MERGES]))
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = decoders.ByteLevel()
+    engine.add_special_tokens(list(_SPECIAL))
+    engine.save(str(directory / "tokenizer.json"))
+    fields = {"eos_token": _SPECIAL[-1], "chat_template": CHAT_TEMPLATE, **config}
+    (directory / "tokenizer_config.json").write_text(json.dumps(fields))
+
+
+def _normal_tokens() -> list[str]:
+    alphabet = {byte: chr(byte) for byte in _PRINTABLE}
+    alphabet |= {byte: chr(0x100 + index) for index, byte in enumerate(_SHIFTED)}
+    return [alphabet[byte] for byte in range(256)] + [merge.replace(" ", "") for merge in _MERGES]
+
+
 def _random_llama(seed: int, overrides: dict[str, Any]) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM  # takes seconds: only where it is needed
 
@@ -227,10 +248,8 @@ def _add_hyperparameters(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
-    alphabet = {byte: chr(byte) for byte in _PRINTABLE}
-    alphabet |= {byte: chr(0x100 + index) for index, byte in enumerate(_SHIFTED)}
     padding = [f"[PAD{index}]" for index in range(vocab_size - NUM_TOKENS)]
-    normal = [alphabet[byte] for byte in range(256)] + [merge.replace(" ", "") for merge in _MERGES]
+    normal = _normal_tokens()
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([*normal, *_SPECIAL, *padding])

@@ -15,7 +15,7 @@ from octavo.sampling_params import SamplingParams
 class FinishReason(enum.StrEnum):
     """Why a request ended."""
 
-    STOP = "stop"  # EOS or a stop token
+    STOP = "stop"  # EOS, a stop token, or a stop string
     LENGTH = "length"  # max_tokens, or the context is full
     ABORT = "abort"  # the caller went away
     ERROR = "error"  # the request could not be computed

@@ -15,6 +15,8 @@ from octavo.errors import InvalidRequestError
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024
 #: A temperature below this is greedy: logits / T would overflow float32 long before it mattered.
 GREEDY_TEMPERATURE = 1e-5
 
@@ -29,6 +31,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: how many alternatives to report with each sampled token (None: no logprobs at all;
     0: the sampled token's alone). max_tokens: None means as many as the context holds.
     stop_token_ids end the output as EOS does; ignore_eos disables EOS only.
+    stop: strings, of which the first to be complete in the text ends it; a str alone is one stop, and is
+    kept as a tuple. The text is cut where the stop begins, or behind it with include_stop_str_in_output.
+    Special tokens are no part of the text, so no stop is found in them.
     """
 
     temperature: float = 1.0
@@ -44,6 +49,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_tokens: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    stop: str | tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
         _in_range("temperature", self.temperature, 0.0, math.inf)
@@ -76,6 +83,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"stop_token_ids has {len(self.stop_token_ids)} entries; at most {MAX_STOP_TOKEN_IDS}"
                 " are allowed",
                 param="stop_token_ids",
+            )
+        msgspec.structs.force_setattr(self, "stop", _stops(self.stop))
+        if self.include_stop_str_in_output and not self.stop:
+            raise InvalidRequestError(
+                "include_stop_str_in_output needs a stop string: give stop",
+                param="include_stop_str_in_output",
             )
 
     @property
@@ -110,6 +123,33 @@ def _token_ids(name: str, ids: Iterable[int]) -> None:
     for token_id in ids:
         if type(token_id) is not int:
             raise InvalidRequestError(f"{name} has {token_id!r}; token ids are integers", param=name)
+
+
+def _stops(value: object) -> tuple[str, ...]:
+    stops = (value,) if isinstance(value, str) else value
+    if not isinstance(stops, tuple | list):
+        raise InvalidRequestError(
+            f"stop is a {type(value).__name__}; it must be text or a list", param="stop"
+        )
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequestError(
+            f"stop has {len(stops)} strings; at most {MAX_STOPS} are allowed", param="stop"
+        )
+    for index, stop in enumerate(stops):
+        if not isinstance(stop, str):
+            raise InvalidRequestError(
+                f"stop[{index}] is a {type(stop).__name__}; stops are strings", param="stop"
+            )
+        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+            raise InvalidRequestError(
+                f"stop[{index}] has {len(stop)} characters; it must have 1..{MAX_STOP_CHARACTERS}",
+                param="stop",
+            )
+        if any("\ud800" <= character <= "\udfff" for character in stop):
+            raise InvalidRequestError(
+                f"stop[{index}] has a lone surrogate, which no text has; send whole characters", param="stop"
+            )
+    return tuple(stops)
 
 
 def _is_number(value: object) -> bool:

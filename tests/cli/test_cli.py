@@ -139,6 +139,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["generate", "hi", "--model", "[red]x[/blue].gguf"], "no file '[red]x[/blue].gguf'"),
     (["generate", "hi", "--temperature", "-1"], "temperature is -1"),
     (["generate", "hi", "--temperature", "warm"], "--temperature"),
+    (["generate", "hi", "--stop", ""], "stop[0] has 0 characters"),
     (["generate", "hi", "--top-p", "2"], "top_p is 2"),
     (["generate", "hi", "--backend", "abacus"], "backend is 'abacus'; it must be one of auto, native, torch"),
     (["generate", "hi", "--max-num-seqs", "0"], "max_num_seqs is 0"),
@@ -208,6 +209,13 @@ def test_one_prompt(model: list[str], llm: LLM) -> None:
     assert result.code == 0, result.err
     assert result.out == complete(llm, "the cat", max_tokens=20) + "\n"
     assert "tiny-llama" in result.err
+
+
+def test_stop_strings(model: list[str], llm: LLM) -> None:
+    text = complete(llm, "the cat", max_tokens=20, temperature=1, seed=7)
+    stop = text[5:7]
+    flags = ["--max-tokens", "20", "--temperature", "1", "--seed", "7", "--stop", "not there", "--stop", stop]
+    assert octavo("generate", "the cat", *flags, *model).out == text[: text.find(stop)] + "\n"
 
 
 def test_standard_input_is_one_prompt(model: list[str], llm: LLM) -> None:

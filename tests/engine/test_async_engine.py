@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from octavo import AsyncEngine, SamplingParams
@@ -115,6 +116,10 @@ def test_a_chat_is_streamed(tiny_path: Path) -> None:
         assert outputs[-1].prompt_tokens == len(
             engine._inputs.tokenizer.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
         )
+        message = {"role": "assistant", "content": "the"}
+        continued = await collect(engine.chat([message], SHORT, continue_final_message=True))
+        whole = await collect(engine.generate("<|im_start|>assistant\nthe", SHORT))
+        assert continued[-1].token_ids == whole[-1].token_ids
 
     run(tiny_path, scenario)
 
@@ -139,6 +144,24 @@ def test_a_caller_who_leaves_frees_the_blocks(tiny_path: Path, how: str) -> None
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert (await stays)[-1].finish_reason is FinishReason.LENGTH
+        await wait_until_idle(engine)
+
+    run(tiny_path, scenario)
+
+
+def test_a_stop_string_frees_the_blocks(tiny_path: Path) -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        whole = (await collect(engine.generate("the cat", SHORT)))[-1]
+        stop = whole.text[2:4]
+        stopping = msgspec.structs.replace(SHORT, max_tokens=8000, stop=stop)
+        streams = (collect(engine.generate("the cat", params)) for params in (stopping, SHORT, stopping))
+        first, other, second = await asyncio.gather(*streams)
+        for outputs in (first, second):
+            last = outputs[-1]
+            assert (last.text, last.finish_reason) == (whole.text.split(stop)[0], FinishReason.STOP)
+            assert "".join(output.delta for output in outputs) == last.text
+            assert last.token_ids == whole.token_ids[: len(last.token_ids)]
+        assert other[-1].token_ids == whole.token_ids
         await wait_until_idle(engine)
 
     run(tiny_path, scenario)

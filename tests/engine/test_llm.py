@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError, ContextLengthError, EngineDeadError, InvalidRequestError
+from octavo.input.chat_template import ChatTemplate
+from octavo.messages import EngineOutput, ModelRunnerOutput
 from octavo.outputs import RequestOutput
 from octavo.request import FinishReason
 from octavo.scheduler.scheduler import Scheduler
+from tiny_models import EOS_ID, NUM_TOKENS, make_llama_directory, write_tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, seed=5, max_tokens=20, ignore_eos=True, logprobs=0)
@@ -168,6 +173,33 @@ def test_chat_is_the_template_and_generate(llm: LLM) -> None:
     assert len(second.token_ids) == SAMPLED.max_tokens
 
 
+def test_the_last_message_is_gone_on_with(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "cat is"}]
+    text = "<|im_start|>user\nthe<|im_end|>\n<|im_start|>assistant\ncat is"
+    (expected,) = llm.generate(text, GREEDY, progress=False)
+    for output in (
+        *llm.chat(messages, GREEDY, progress=False, continue_final_message=True),
+        list(llm.stream(messages, GREEDY, continue_final_message=True))[-1],
+    ):
+        assert essence(output) == essence(expected)
+    (closed,) = llm.chat(messages, GREEDY, progress=False, add_generation_prompt=False)
+    assert closed.prompt_tokens == len(llm._inputs.tokenizer.encode(text + "<|im_end|>\n"))
+
+
+def test_tools_reach_the_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{{ tools[0].name }}", bos_token="", eos_token="")
+    monkeypatch.setattr(llm._inputs, "template", template)
+    (output,) = llm.chat(
+        [{"role": "user", "content": "?"}], GREEDY, progress=False, tools=[{"name": "the cat"}]
+    )
+    assert essence(output) == essence(llm.generate("the cat", GREEDY, progress=False)[0])
+
+
+def test_arguments_of_the_template_are_for_conversations(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="tools: this is for conversations"):
+        list(llm.stream("the cat", GREEDY, tools=[]))
+
+
 def test_a_conversation_that_is_none_is_refused(llm: LLM) -> None:
     for bad in ([{"role": "pirate", "content": "hi"}], [{"role": "user"}], [{}]):
         with pytest.raises(InvalidRequestError):
@@ -177,6 +209,19 @@ def test_a_conversation_that_is_none_is_refused(llm: LLM) -> None:
 def test_progress_does_not_touch_standard_output(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(["a", "b"], GREEDY)
     assert capsys.readouterr().out == ""
+
+
+def test_every_file_of_a_directory_may_name_ends(tmp_path: Path) -> None:
+    make_llama_directory(tmp_path, eos_token_id=10)
+    write_tokenizer(tmp_path)
+    generation = {"eos_token_id": [NUM_TOKENS - 3, 11]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    with make_llm(tmp_path) as llm:
+        for token_id, is_end in ((EOS_ID, True), (NUM_TOKENS - 3, True), (10, True), (11, True), (12, False)):
+            params = SamplingParams(temperature=0, max_tokens=3, logit_bias={token_id: 100})
+            (output,) = llm.generate("the cat", params, progress=False)
+            assert output.finish_reason is (FinishReason.STOP if is_end else FinishReason.LENGTH)
+            assert output.token_ids == [token_id] * (1 if is_end else 3)
 
 
 # -- streams ----------------------------------------------------------------------------------------
@@ -268,6 +313,58 @@ def test_llm_works_in_another_thread(llm: LLM) -> None:
     thread.start()
     thread.join()
     assert essence(found[0]) == essence(llm.generate("the cat", GREEDY, progress=False)[0])
+
+
+# -- stop strings -----------------------------------------------------------------------------------
+
+
+def stop_within(output: RequestOutput) -> tuple[str, str]:
+    """A stop of two characters from the middle of a text, and what comes before it."""
+    text = output.text
+    middle = len(text) // 2
+    stop = text[middle : middle + 2]
+    return stop, text[: text.find(stop)]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+def test_a_stop_string_cuts_text_and_ids(llm: LLM, params: SamplingParams) -> None:
+    for prompt in PROMPTS:
+        (whole,) = llm.generate(prompt, params, progress=False)
+        stop, before = stop_within(whole)
+        stopping = msgspec.structs.replace(params, stop=stop)
+        (output,) = llm.generate(prompt, stopping, progress=False)
+        assert (output.text, output.finish_reason) == (before, FinishReason.STOP)
+        count = len(output.token_ids)
+        assert 0 < count < len(whole.token_ids)
+        assert output.token_ids == whole.token_ids[:count]
+        assert output.logprobs == whole.logprobs[:count]
+        pieces = list(llm.stream(prompt, stopping))
+        assert "".join(piece.delta for piece in pieces) == before
+        assert essence(pieces[-1]) == essence(output)
+        including = msgspec.structs.replace(stopping, include_stop_str_in_output=True)
+        assert llm.generate(prompt, including, progress=False)[0].text == before + stop
+
+
+def test_the_engine_computes_nothing_beyond_a_stop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    (whole,) = llm.generate("the cat", SAMPLED, progress=False)
+    update, sampled = Scheduler.update, []
+
+    def counted(self: Scheduler, result: ModelRunnerOutput) -> list[EngineOutput]:
+        sampled.extend(token.token_id for token in result.sampled)
+        return update(self, result)
+
+    monkeypatch.setattr(Scheduler, "update", counted)
+    params = msgspec.structs.replace(SAMPLED, stop=stop_within(whole)[0])
+    (output,) = llm.generate("the cat", params, progress=False)
+    assert sampled == output.token_ids
+
+
+def test_a_stop_ends_one_request_and_no_other(llm: LLM) -> None:
+    (whole,) = llm.generate("the cat", SAMPLED, progress=False)
+    stopping = msgspec.structs.replace(SAMPLED, stop=stop_within(whole)[0])
+    first, second, third = llm.generate(["the cat"] * 3, [SAMPLED, stopping, SAMPLED], progress=False)
+    assert essence(first) == essence(third) == essence(whole)
+    assert second.finish_reason is FinishReason.STOP
 
 
 # -- faults and the end -----------------------------------------------------------------------------

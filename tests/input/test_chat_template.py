@@ -117,8 +117,48 @@ def test_renders_smollm2s_template_as_transformers_does(smollm2_gguf: GGUFFile) 
 
 
 def test_kwargs_are_names_in_the_template() -> None:
-    source = "{{ enable_thinking }} {{ bos_token }}"
-    assert compile_template(source).render([USER], enable_thinking=False) == "False <s>"
+    template = compile_template("{{ enable_thinking }} {{ bos_token }}")
+    assert template.render([USER], chat_template_kwargs={"enable_thinking": False}) == "False <s>"
+    kwargs = {"self": 1, "template": 2, "name": 3}  # names of Python's or ours, and of nothing in templates
+    assert compile_template("{{ template }}{{ name }}").render([USER], chat_template_kwargs=kwargs) == "23"
+
+
+RESERVED = [
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
+    "bos_token", "eos_token", "raise_exception", "strftime_now",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESERVED)
+def test_kwargs_replace_nothing_that_has_its_own_place(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"chat_template_kwargs has '{name}'") as raised:
+        compile_template("").render([USER], chat_template_kwargs={"fine": 1, name: "mine"})
+    assert raised.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "param"),
+    [
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {1: 2}}, "chat_template_kwargs"),
+        ({"tools": {"name": "find"}}, "tools"),
+        ({"tools": ["find"]}, "tools"),
+        ({"documents": "all"}, "documents"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(arguments: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"^{param} must be") as raised:
+        compile_template("").render([USER], **arguments)
+    assert raised.value.param == param
+
+
+def test_a_generation_prompt_comes_unless_the_last_message_is_gone_on_with() -> None:
+    template = compile_template("{{ messages[0].content }}{{ add_generation_prompt }}")
+    assert template.render([USER]).endswith("True")
+    assert template.render([USER], add_generation_prompt=False).endswith("False")
+    assert template.render([USER], continue_final_message=True) == USER["content"]
+    with pytest.raises(InvalidRequestError, match="ask for one of them"):
+        template.render([USER], add_generation_prompt=True, continue_final_message=True)
 
 
 CONTINUED = {

@@ -267,6 +267,14 @@ def test_other_decoders_are_refused(decoder: Any, problem: str, tmp_path: Path) 
         Tokenizer.from_directory(tmp_path)
 
 
+@pytest.mark.parametrize("model", [models.Unigram([("a", -1.0)]), models.WordLevel({"a": 0}, "<unk>")])
+def test_a_vocabulary_without_an_unknown_token_is_refused(tmp_path: Path, model: models.Model) -> None:
+    tokenizer = RustTokenizer(model)
+    tokenizer.decoder = decoders.Metaspace()
+    with pytest.raises(CheckpointError, match="can't encode with it"):
+        Tokenizer.from_directory(write(tmp_path, tokenizer))
+
+
 def test_an_unknown_token_that_is_not_there_is_refused(tmp_path: Path) -> None:
     tokenizer = sentencepiece_like()
     tokenizer.model.unk_token = "<nowhere>"

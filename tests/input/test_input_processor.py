@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from octavo.errors import ContextLengthError, InvalidRequestError
 from octavo.input.chat_template import ChatTemplate
-from octavo.input.input_processor import InputProcessor
+from octavo.input.input_processor import ChatArguments, InputProcessor
 from octavo.input.tokenizer import Tokenizer
 from octavo.messages import EngineRequest
 from octavo.sampling_params import SamplingParams
@@ -31,8 +34,12 @@ def process(processor: InputProcessor, prompt: Any, clamp: bool = False, **param
     return processor.process(prompt, SamplingParams(**params), request_id="r", arrival=1.5, clamp=clamp)
 
 
-def chat(processor: InputProcessor, messages: Any, **params: Any) -> EngineRequest:
-    return processor.process_chat(messages, SamplingParams(**params), request_id="r", arrival=1.5)
+def chat(
+    processor: InputProcessor, messages: Any, arguments: ChatArguments | None = None, **params: Any
+) -> EngineRequest:
+    return processor.process_chat(
+        messages, SamplingParams(**params), request_id="r", arrival=1.5, **(arguments or {})
+    )
 
 
 def test_a_text_prompt_is_tokenised_and_completed(processor: InputProcessor) -> None:
@@ -130,9 +137,20 @@ def test_a_conversation_is_rendered_with_one_bos(processor: InputProcessor) -> N
     assert request.params.seed is not None
 
 
-@pytest.mark.parametrize("source", ["{{ bos_token }}ab", "ab"])
-def test_bos_comes_from_the_template_or_else_from_the_model(source: str) -> None:
-    tokenizer = Tokenizer.from_gguf(
+#: What a template writes, and which ids it becomes where BOS is added and where not: "ab" is 2, "<s>" 3.
+BOS_OF_TEMPLATES = [
+    ("ab", [3, 2], [2]),
+    ("{{ bos_token }}ab", [3, 2], [3, 2]),
+    ("{{ bos_token }}{{ bos_token }}ab", [3, 2], [3, 2]),
+    ("{{ bos_token }}ab{{ bos_token }}ab", [3, 2, 3, 2], [3, 2, 3, 2]),  # a turn of its own
+    ("{{ bos_token }}", [3], [3]),
+    ("<s><s><s>", [3], [3]),
+    ("ab{{ bos_token }}", [3, 2, 3], [2, 3]),
+]
+
+
+def small_gguf_tokenizer(adds_bos: bool) -> Tokenizer:
+    return Tokenizer.from_gguf(
         {
             "tokenizer.ggml.model": "gpt2",
             "tokenizer.ggml.pre": "gpt-2",
@@ -140,13 +158,60 @@ def test_bos_comes_from_the_template_or_else_from_the_model(source: str) -> None
             "tokenizer.ggml.token_type": [1, 1, 1, 3],
             "tokenizer.ggml.merges": ["a b"],
             "tokenizer.ggml.bos_token_id": 3,
-            "tokenizer.ggml.add_bos_token": True,
+            "tokenizer.ggml.add_bos_token": adds_bos,
         }
     )
+
+
+def small_directory_tokenizer(directory: Path, adds_bos: bool) -> Tokenizer:
+    """The same, whose tokenizer.json writes BOS (and EOS) by itself where it is added."""
+    engine = RustTokenizer(models.BPE(vocab={"a": 0, "b": 1, "ab": 2}, merges=[("a", "b")]))
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = decoders.ByteLevel()
+    engine.add_special_tokens(["<s>"])
+    if adds_bos:
+        engine.post_processor = processors.TemplateProcessing("<s> $A <s>", special_tokens=[("<s>", 3)])
+    engine.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    return Tokenizer.from_directory(directory)
+
+
+@pytest.mark.parametrize("adds_bos", [True, False], ids=["added", "not added"])
+@pytest.mark.parametrize("kind", ["gguf", "directory"])
+@pytest.mark.parametrize(("source", "with_bos", "without"), BOS_OF_TEMPLATES)
+def test_a_conversation_begins_with_one_bos(
+    tmp_path: Path, kind: str, adds_bos: bool, source: str, with_bos: list[int], without: list[int]
+) -> None:
+    if kind == "gguf":
+        tokenizer = small_gguf_tokenizer(adds_bos)
+    else:
+        tokenizer = small_directory_tokenizer(tmp_path, adds_bos)
     template = ChatTemplate(source, bos_token=tokenizer.token_text(3), eos_token="")
     processor = InputProcessor(tokenizer, template, max_model_len=10, vocab_size=4)
-    assert chat(processor, [USER]).prompt_ids == [3, 2]
-    assert process(processor, "ab").prompt_ids == [3, 2]
+    assert chat(processor, [USER]).prompt_ids == (with_bos if adds_bos else without)
+    assert process(processor, "ab").prompt_ids == ([3, 2] if adds_bos else [2])
+
+
+def test_arguments_reach_the_template(smollm2_tokenizer: Tokenizer) -> None:
+    sources = {
+        "default": "{{ messages[-1].content }}{{ add_generation_prompt }}{{ mood }}",
+        "tool_use": "{{ tools[0].name }}",
+        "rag": "{{ documents[0].title }}",
+    }
+    template = ChatTemplate(sources, bos_token="", eos_token="")
+    processor = InputProcessor(smollm2_tokenizer, template, max_model_len=CONTEXT, vocab_size=VOCAB)
+
+    def text(**arguments: Any) -> str:
+        return smollm2_tokenizer.decode(chat(processor, [USER], ChatArguments(**arguments)).prompt_ids)
+
+    assert text() == "hiTrue"
+    assert text(add_generation_prompt=False) == "hiFalse"
+    assert text(continue_final_message=True) == "hi"
+    assert text(chat_template_kwargs={"mood": "!"}) == "hiTrue!"
+    assert text(tools=[{"name": "find"}]) == "find"
+    assert text(documents=[{"title": "T"}], template="rag") == "T"
+    with pytest.raises(TypeError, match="tool"):
+        text(tool=[])
 
 
 def test_every_role_and_kind_of_content_is_taken(processor: InputProcessor) -> None:

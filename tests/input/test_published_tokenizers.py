@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import unicodedata
 import warnings
 from typing import Any
 
@@ -14,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from published_tokenizers import PUBLISHED, gguf_metadata, published, strings
 from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import models
+from tokenizers import decoders, models, pre_tokenizers
 
 from octavo.input.chat_template import ChatTemplate
 from octavo.input.tokenizer import Tokenizer
 from octavo.output.detokenizer import Detokenizer
+from octavo.weights.gguf import GGUFFile
 
 
 @functools.cache
@@ -54,6 +56,37 @@ def test_gguf_metadata_gives_the_ids_of_the_models_own_file(name: str) -> None:
     ours = Tokenizer.from_gguf(gguf_metadata(name))
     assert_same(ours, library(name))
     assert ours.special_ids == from_directory(name).special_ids
+
+
+def test_smollm2_as_its_own_file_has_it(smollm2_gguf: GGUFFile, smollm2_tokenizer: Tokenizer) -> None:
+    """Its tokenizer.json is built here once more: digits one by one, then GPT-2's words."""
+    metadata = smollm2_gguf.metadata
+    tokens = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    theirs = RustTokenizer(models.BPE(vocab=vocab, merges=merges))
+    theirs.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    theirs.decoder = decoders.ByteLevel()
+    kinds = metadata["tokenizer.ggml.token_type"]
+    theirs.add_special_tokens([token for token, kind in zip(tokens, kinds, strict=True) if kind == 3])
+    assert_same(smollm2_tokenizer, theirs)
+
+
+_PIECES = st.text(st.characters(exclude_categories=["Cs", "Cn"], exclude_characters="\u2581"), max_size=12)
+#: Assigned characters (libraries disagree on others), and words and spaces as texts have them.
+texts = st.lists(_PIECES | st.sampled_from([*" \n\t0", "  ", "the", " The", "123", "don't", "🥹", "龜"])).map(
+    "".join
+)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@given(text=texts)
+def test_text_survives_the_round_trip(name: str, text: str) -> None:
+    ours = from_directory(name)
+    expected = unicodedata.normalize("NFC", text) if name == "qwen3" else text
+    assert ours.decode(ours.encode(text, add_special_tokens=False), skip_special_tokens=False) == expected
 
 
 @pytest.mark.parametrize("name", ["llama2", "gemma3"])
@@ -132,4 +165,6 @@ def test_templates_render_as_transformers_does(name: str, kwargs: dict[str, Any]
             **{key: value for key, value in kwargs.items() if key != "messages"},
         )
     template = ChatTemplate(ours.chat_templates, **tokens)
-    assert template.render(**kwargs) == expected
+    thinking = {key: value for key, value in kwargs.items() if key == "enable_thinking"}
+    others = {key: value for key, value in kwargs.items() if key not in thinking}
+    assert template.render(**others, chat_template_kwargs=thinking) == expected

@@ -109,6 +109,15 @@ def test_tokens_beside_the_model_are_added(tmp_path: Path) -> None:
     assert tokenizer.eos_ids == (size,)
 
 
+def test_eos_ids_are_the_models_and_those_of_other_files(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(train(**VARIANTS["bpe"]))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2]}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
+    assert Tokenizer.from_directory(tmp_path).eos_ids == (2, 5, 7)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<s>"}))
+    assert Tokenizer.from_directory(tmp_path).eos_ids == (1, 5, 2, 7)
+
+
 def test_gguf_metadata_gives_the_same_ids(tmp_path: Path) -> None:
     data = train(**{**VARIANTS["bpe"], "remove_extra_whitespaces": False})
     model = parse_sentencepiece(data)

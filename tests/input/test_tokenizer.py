@@ -15,7 +15,7 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
+from octavo.errors import CheckpointError, ConfigError, InvalidRequestError, UnsupportedModelError
 from octavo.input.pre_tokenizers import PRE_TOKENIZERS
 from octavo.input.tokenizer import Tokenizer
 from octavo.weights.gguf import GGUFFile
@@ -226,13 +226,17 @@ def test_every_name_cuts_text_without_losing_any() -> None:
 
 def test_the_pre_tokenizer_can_be_set_against_the_files(smollm2_gguf: GGUFFile) -> None:
     metadata = {key: value for key, value in smollm2_gguf.metadata.items() if key != "tokenizer.ggml.pre"}
-    with pytest.raises(UnsupportedModelError, match="rules of None"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"rules of None .* with --pre-tokenizer; known are .*smollm"
+    ):
         Tokenizer.from_gguf(metadata)
     tokenizer = Tokenizer.from_gguf(metadata, pre_tokenizer="smollm")
     assert tokenizer.encode("in 2026") == Tokenizer.from_gguf(smollm2_gguf.metadata).encode("in 2026")
-    with pytest.raises(UnsupportedModelError, match=r"'nobody' \(the pre-tokenizer asked for\)"):
+    with pytest.raises(
+        ConfigError, match=r"--pre-tokenizer is 'nobody', which is not known; known are .*llama"
+    ):
         Tokenizer.from_gguf(smollm2_gguf.metadata, pre_tokenizer="nobody")
-    with pytest.raises(UnsupportedModelError, match="'smollm' can't be set for a tokenizer of kind 'llama'"):
+    with pytest.raises(ConfigError, match=r"--pre-tokenizer is 'smollm', but .* of kind 'llama'"):
         Tokenizer.from_gguf(small(model="llama"), pre_tokenizer="smollm")
 
 
@@ -280,6 +284,23 @@ def test_kinds_of_tokens() -> None:
 def test_a_control_token_alone_makes_a_listed_name_an_end() -> None:
     assert Tokenizer.from_gguf(small(token_type=[1] * 8)).eos_ids == (7,)
     assert Tokenizer.from_gguf(small(eos_token_id=None, eot_token_id=0, eom_token_id=1)).eos_ids == (0, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("ends", "eos_ids"),
+    [
+        (["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"], (7, 0, 1, 2)),  # Llama 3
+        (["<|end|>", "<|endoftext|>", "</s>"], (7, 1, 0)),  # Phi 3; only listed names count
+        (["<|end|>", "<|return|>", "<|call|>"], (7, 1, 2)),  # gpt-oss, where <|end|> ends a message
+    ],
+)
+def test_ends_of_turns_add_to_what_the_file_names(ends: list[str], eos_ids: tuple[int, ...]) -> None:
+    tokens = [*ends, "a", "b", "c", "d", "<eos>"]
+    types = [3, 3, 3, 1, 1, 1, 1, 3]
+    tokenizer = Tokenizer.from_gguf(small(tokens=tokens, token_type=types, merges=[]))
+    assert tokenizer.eos_ids == eos_ids
+    named = Tokenizer.from_gguf(small(tokens=tokens, token_type=types, merges=[], eot_token_id=0))
+    assert named.eos_ids[:2] == (7, 0)
 
 
 def test_bos_is_added_where_the_model_says_so() -> None:

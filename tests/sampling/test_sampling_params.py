@@ -12,7 +12,9 @@ from octavo.sampling_params import (
     GREEDY_TEMPERATURE,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_STOP_CHARACTERS,
     MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
     SamplingParams,
 )
 
@@ -29,6 +31,7 @@ ACCEPTED: list[tuple[str, Any]] = [
     ("max_tokens", None), ("max_tokens", 1),
     ("logit_bias", {0: -100, 1: 100.0}), ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0)),
     ("stop_token_ids", tuple(range(MAX_STOP_TOKEN_IDS))),
+    ("stop", ()), ("stop", ("x" * MAX_STOP_CHARACTERS,) * MAX_STOPS), ("stop", ("\n", "🥹")),
 ]  # fmt: skip
 REFUSED: list[tuple[str, Any]] = [
     ("temperature", -1e-9), ("temperature", NAN), ("temperature", INF), ("temperature", "hot"),
@@ -48,6 +51,9 @@ REFUSED: list[tuple[str, Any]] = [
     ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0)),
     ("stop_token_ids", tuple(range(MAX_STOP_TOKEN_IDS + 1))), ("stop_token_ids", ("2",)),
     ("stop_token_ids", (2.0,)),
+    ("stop", ("",)), ("stop", ""), ("stop", ("x" * (MAX_STOP_CHARACTERS + 1),)), ("stop", ("a", 3)),
+    ("stop", ("x",) * (MAX_STOPS + 1)), ("stop", None), ("stop", {"a"}), ("stop", 5), ("stop", ("a\ud83e",)),
+    ("include_stop_str_in_output", True),
 ]  # fmt: skip
 
 
@@ -76,6 +82,12 @@ def test_messages_say_what_is_allowed() -> None:
         SamplingParams(logit_bias={3: 101})
 
 
+def test_a_stop_may_stand_alone() -> None:
+    assert SamplingParams(stop="\n\n").stop == ("\n\n",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    assert SamplingParams(stop="a", include_stop_str_in_output=True).include_stop_str_in_output
+
+
 def test_unknown_fields_are_refused() -> None:
     with pytest.raises(TypeError, match="beam_width"):
         SamplingParams(beam_width=4)
@@ -84,7 +96,7 @@ def test_unknown_fields_are_refused() -> None:
 
 
 def test_it_travels() -> None:
-    params = SamplingParams(seed=2**64 - 1, logit_bias={7: -3.5}, stop_token_ids=(1, 2), logprobs=3)
+    params = SamplingParams(seed=2**64 - 1, logit_bias={7: -3.5}, stop_token_ids=(1, 2), stop="x")
     data = msgspec.msgpack.encode(params)
     assert msgspec.msgpack.decode(data, type=SamplingParams) == params
 

@@ -94,6 +94,34 @@ def test_the_stream_adds_up_to_the_answer(client: OpenAI, fields: dict[str, Any]
         assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_stops(client: OpenAI, stream: bool) -> None:
+    def answer(**fields: Any) -> tuple[str, str, int]:
+        options = {"stream_options": {"include_usage": True}} if stream else {}
+        answer = ask(client, seed=3, stream=stream, **options, **fields)
+        if not stream:
+            (choice,) = answer.choices
+            return choice.message.content, choice.finish_reason, answer.usage.completion_tokens
+        *chunks, last = answer
+        return text_of(chunks), chunks[-1].choices[0].finish_reason, last.usage.completion_tokens
+
+    whole, _, count = answer(extra_body={"ignore_eos": True})
+    assert count == 24
+    first, second = whole[4:6], whole[9:11]
+    for stop in (first, [second, first, "not there"]):
+        text, reason, count = answer(stop=stop)
+        assert (text, reason) == (whole[: whole.find(first)], "stop")
+        assert 0 < count < 24
+    text, _, _ = answer(stop=first, extra_body={"include_stop_str_in_output": True})
+    assert text == whole[: whole.find(first)] + first
+    token_id = ord("t") - ord("!")  # the tokens of printable bytes come first
+    assert answer(extra_body={"stop_token_ids": [token_id]}, logit_bias={str(token_id): 100}) == (
+        "",
+        "stop",
+        1,
+    )
+
+
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}])
 def test_a_stream_has_no_usage_unless_asked(client: OpenAI, options: Any) -> None:
     extra = {} if options is None else {"stream_options": options}
@@ -158,6 +186,16 @@ def test_text_parts_are_joined(client: OpenAI) -> None:
     assert in_parts.usage.prompt_tokens == whole.usage.prompt_tokens
 
 
+def test_the_last_message_is_gone_on_with(client: OpenAI) -> None:
+    messages = [*HI, {"role": "assistant", "content": "the"}]
+    answer = ask(client, messages=messages, extra_body={"continue_final_message": True})
+    assert answer.usage.prompt_tokens == HI_TOKENS + 1
+    closed = ask(client, messages=messages, extra_body={"add_generation_prompt": False})
+    assert closed.usage.prompt_tokens == HI_TOKENS + 3  # the turn's end and a newline
+    kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert ask(client, extra_body=kwargs).usage.prompt_tokens == HI_TOKENS
+
+
 def test_nulls_and_harmless_fields_change_nothing(server: Server, client: OpenAI) -> None:
     expected = ask(client, temperature=0).choices[0].message.content
     nulls = ["top_p", "n", "stop", "seed", "tools", "logit_bias", "response_format", "stream", "logprobs"]
@@ -173,7 +211,6 @@ def test_nulls_and_harmless_fields_change_nothing(server: Server, client: OpenAI
 
 #: Fields of OpenAI's API that this server does not honour.
 NOT_HONOURED: dict[str, Any] = {
-    "stop": ["a"],
     "tools": [],
     "tool_choice": "none",
     "parallel_tool_calls": False,
@@ -220,6 +257,20 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {"191222": -100}}, "logit_bias", "191222"),
     ({"logit_bias": {"1": 200}}, "logit_bias", "200"),
     ({"logit_bias": [1]}, "logit_bias", "dictionary"),
+    ({"stop": ""}, "stop", "0 characters"),
+    ({"stop": 5}, "stop", "valid list"),
+    ({"stop": ["a", 5]}, "stop.1", "valid string"),
+    ({"stop": [str(i) for i in range(17)]}, "stop", "17 strings; at most 16"),
+    ({"stop": "\ud800"}, "stop", "surrogate"),
+    ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "needs a stop"),
+    ({"stop_token_ids": [191222]}, "stop_token_ids", "191222"),
+    ({"ignore_eos": 1}, "ignore_eos", "valid boolean"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt", "one of them"),
+    ({"continue_final_message": "yes"}, "continue_final_message", "valid boolean"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "'messages'"),
+    ({"chat_template_kwargs": {"bos_token": "<s>"}}, "chat_template_kwargs", "'bos_token'"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "'chat_template'"),
+    ({"chat_template_kwargs": []}, "chat_template_kwargs", "dictionary"),
     ({"priority": 1}, "priority", "--policy priority"),
     ({"messages": []}, "messages", "at least one"),
     ({"messages": None}, "messages", "required"),

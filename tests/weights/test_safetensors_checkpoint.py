@@ -238,7 +238,9 @@ def test_pickles_are_never_opened(copy: Callable[[str], Path]) -> None:
     (path / SINGLE).unlink()
     assert_refused(path, CheckpointError, r"neither model\.safetensors nor model\.safetensors\.index\.json")
     (path / "pytorch_model.bin").write_bytes(pickle.dumps({"weights": 1}))
-    assert_refused(path, UnsupportedModelError, r"_model\.bin only.*can run code.*Convert.*safetensors")
+    assert_refused(
+        path, UnsupportedModelError, r"_model\.bin only.*can run code.*make safetensors.*octavo convert"
+    )
 
 
 def test_a_damaged_config(copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

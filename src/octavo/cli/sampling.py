@@ -30,6 +30,10 @@ class SamplingFlags:
     max_tokens: Annotated[
         int | None, _help("Most tokens to generate; as the context holds if not given.")
     ] = None
+    stop: Annotated[
+        tuple[str, ...],
+        Parameter(help="Text that ends the output; may be given again.", group=_GROUP, negative=""),
+    ] = ()
 
     def params(self) -> SamplingParams:
         """The engine's form of these flags."""
@@ -41,4 +45,5 @@ class SamplingFlags:
             repetition_penalty=self.repetition_penalty,
             seed=self.seed,
             max_tokens=self.max_tokens,
+            stop=self.stop,
         )

@@ -40,6 +40,9 @@ class EngineConfig:
         16, "Activations where weights have 4 bits; 8: half the work on long prompts, rougher answers."
     )
     max_model_len: int = setting(0, "Longest sequence, prompt and output; 0: what the model was trained for.")
+    pre_tokenizer: str = setting(
+        "", "How a GGUF model's text is cut into words, such as llama-bpe; empty: as the file says."
+    )
     max_num_seqs: int = setting(32, "Most requests that run at once.")
     max_num_batched_tokens: int = setting(512, "Most tokens computed in one step.")
     kv_cache_gib: float = setting(0.0, "Memory for KV blocks; 0: a quarter of what is free, at most 4 GiB.")

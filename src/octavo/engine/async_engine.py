@@ -10,12 +10,13 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from octavo.config.schema import EngineConfig
 from octavo.engine.build import Engine, ModelInfo, build_engine
 from octavo.engine.core_client import ThreadClient
 from octavo.errors import EngineDeadError, InvalidRequestError
+from octavo.input.input_processor import ChatArguments
 from octavo.messages import EngineOutput, EngineRequest
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
@@ -69,13 +70,21 @@ class AsyncEngine:
         return self._stream(request)
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, *, priority: int = 0
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        **chat: Unpack[ChatArguments],
     ) -> AsyncGenerator[RequestOutput]:
-        """Stream the answer to a conversation; see `generate`."""
+        """Stream the answer to a conversation; see `generate`.
+
+        chat: arguments of the model's chat template; see `ChatTemplate.render`.
+        """
         self._client.check_alive()
         self._check_priority(priority)
         request = self._inputs.process_chat(
-            messages, params, request_id=next(self._ids), arrival=time.monotonic(), priority=priority
+            messages, params, request_id=next(self._ids), arrival=time.monotonic(), priority=priority, **chat
         )
         return self._stream(request)
 
@@ -117,7 +126,10 @@ class AsyncEngine:
         self._call_in_loop(self._deliver, outputs)
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
-        for output in self._outputs.process(outputs):
+        processed = self._outputs.process(outputs)
+        for request_id in processed.stopped:
+            self._client.abort(request_id)
+        for output in processed.outputs:
             inbox = self._streams.get(output.request_id)
             if inbox is not None:
                 inbox.put_nowait(output)

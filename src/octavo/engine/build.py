@@ -11,7 +11,7 @@ from pathlib import Path
 
 from octavo.config.schema import EngineConfig
 from octavo.engine.core import EngineCore
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.executor.uniproc import UniprocExecutor
 from octavo.input.chat_template import ChatTemplate
 from octavo.input.input_processor import InputProcessor
@@ -24,7 +24,7 @@ from octavo.runner.cpu_model_runner import CPUModelRunner
 from octavo.runner.model_runner import ModelRunner
 from octavo.scheduler.policy import Policy
 from octavo.scheduler.scheduler import Scheduler, SchedulerLimits
-from octavo.weights.checkpoint import Checkpoint
+from octavo.weights.checkpoint import Checkpoint, naming
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def build_engine(config: EngineConfig) -> Engine:
 
 
 def _build(config: EngineConfig, runner: ModelRunner, started: float) -> Engine:
-    inputs = input_processor(runner)  # first: a tokenizer that can't be served should not cost a load
+    inputs = input_processor(config, runner)  # first: a tokenizer not served should not cost a load
     bill = bill_for(config, runner)
     runner.load(bill.num_blocks)
     kv = KVCacheManager(
@@ -102,27 +102,32 @@ def bill_for(config: EngineConfig, runner: ModelRunner) -> MemoryBill:
     )
 
 
-def input_processor(runner: ModelRunner) -> InputProcessor:
+def input_processor(config: EngineConfig, runner: ModelRunner) -> InputProcessor:
     """What turns text into requests for the runner's model."""
-    tokenizer = _tokenizer(runner.checkpoint)
+    path = runner.checkpoint.path
+    with naming(path):
+        tokenizer = _tokenizer(config, runner.checkpoint)
+        template = _chat_template(tokenizer)
     if tokenizer.vocab_size > runner.program.vocab_size:
         raise CheckpointError(
-            f"{runner.checkpoint.path.name}: the tokenizer has {tokenizer.vocab_size} tokens, but the model "
-            f"has embeddings for {runner.program.vocab_size}; convert the model again"
+            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, but the model has embeddings for "
+            f"{runner.program.vocab_size}; convert the model again"
         )
     return InputProcessor(
-        tokenizer,
-        _chat_template(tokenizer),
-        max_model_len=runner.max_model_len,
-        vocab_size=runner.program.vocab_size,
+        tokenizer, template, max_model_len=runner.max_model_len, vocab_size=runner.program.vocab_size
     )
 
 
-def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
     """Of the files beside a directory's weights, or of what a GGUF file says of itself."""
-    if checkpoint.path.is_dir():
-        return Tokenizer.from_directory(checkpoint.path)
-    return Tokenizer.from_gguf(checkpoint.metadata)
+    if not checkpoint.path.is_dir():
+        return Tokenizer.from_gguf(checkpoint.metadata, pre_tokenizer=config.pre_tokenizer or None)
+    if config.pre_tokenizer:
+        raise ConfigError(
+            f"--pre-tokenizer is {config.pre_tokenizer!r}, but {checkpoint.path} is a directory, whose own "
+            "tokenizer files say how text is cut; leave it out"
+        )
+    return Tokenizer.from_directory(checkpoint.path)
 
 
 def _chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -71,7 +71,7 @@ def _examine(config: EngineConfig, runner: ModelRunner) -> Diagnosis:
     fixed = sealed.weights_nbytes + sealed.arena_nbytes + runner.inputs.nbytes + runner.states.nbytes
     blocks = max(0, available - fixed) // sealed.program.block_nbytes
     return Diagnosis(
-        model=_model(runner),
+        model=_model(config, runner),
         serving=_serving(runner),
         declined=dict(runner.declined),
         notes=runner.checkpoint.notes,
@@ -83,10 +83,10 @@ def _examine(config: EngineConfig, runner: ModelRunner) -> Diagnosis:
     )
 
 
-def _model(runner: ModelRunner) -> list[tuple[str, str]]:
+def _model(settings: EngineConfig, runner: ModelRunner) -> list[tuple[str, str]]:
     checkpoint, program = runner.checkpoint, runner.program
     config = checkpoint.config
-    tokenizer = input_processor(runner).tokenizer
+    tokenizer = input_processor(settings, runner).tokenizer
     parameters = sum(math.prod(weight.shape) for weight in program.weights)
     windows = {kv.window for kv in program.kv_layers} - {None}
     layers = f"{config['num_hidden_layers']} layers"

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -20,6 +20,7 @@ from octavo.config.schema import EngineConfig
 from octavo.engine.build import ModelInfo, build_engine
 from octavo.engine.core_client import InProcessClient
 from octavo.errors import InvalidRequestError
+from octavo.input.input_processor import ChatArguments
 from octavo.messages import EngineRequest
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
@@ -82,25 +83,44 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
+        **chat: Unpack[ChatArguments],
     ) -> list[RequestOutput]:
-        """Answer conversations, each a list of {"role": ..., "content": ...}; see `generate`."""
+        """Answer conversations, each a list of {"role": ..., "content": ...}; see `generate`.
+
+        chat: tools and other arguments of the model's chat template, for all conversations; see
+        `ChatTemplate.render`.
+        """
         single = bool(conversations) and isinstance(conversations[0], Mapping)
         batch: Any = [conversations] if single else conversations
         requests = [
-            self._inputs.process_chat(messages, p, request_id=next(self._ids), arrival=time.monotonic())
+            self._inputs.process_chat(
+                messages, p, request_id=next(self._ids), arrival=time.monotonic(), **chat
+            )
             for messages, p in zip(batch, _each(params, len(batch)), strict=True)
         ]
         return self._run_all(requests, progress=progress)
 
     def stream(
-        self, prompt: Prompt | Messages, params: SamplingParams | None = None
+        self,
+        prompt: Prompt | Messages,
+        params: SamplingParams | None = None,
+        **chat: Unpack[ChatArguments],
     ) -> Generator[RequestOutput]:
-        """Yield a prompt's or a conversation's output as it grows; closing the iterator aborts it."""
+        """Yield a prompt's or a conversation's output as it grows; closing the iterator aborts it.
+
+        chat: as for `chat`, for a conversation only.
+        """
         params = params or SamplingParams()
         request_id, arrival = next(self._ids), time.monotonic()
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
             messages: Any = prompt
-            request = self._inputs.process_chat(messages, params, request_id=request_id, arrival=arrival)
+            request = self._inputs.process_chat(
+                messages, params, request_id=request_id, arrival=arrival, **chat
+            )
+        elif chat:
+            raise InvalidRequestError(
+                f"{', '.join(chat)}: this is for conversations, and the prompt is none; leave it out"
+            )
         else:
             text: Any = prompt
             request = self._inputs.process(text, params, request_id=request_id, arrival=arrival)
@@ -147,7 +167,10 @@ class LLM:
     def _step(self) -> None:
         """Run one step. Its outputs may be those of another stream that is open."""
         with _ctrl_c_held_back():
-            for output in self._outputs.process(self._client.step()):
+            processed = self._outputs.process(self._client.step())
+            for request_id in processed.stopped:
+                self._client.abort(request_id)
+            for output in processed.outputs:
                 self._inboxes[output.request_id].append(output)
 
     def _run_all(self, requests: list[EngineRequest], *, progress: bool) -> list[RequestOutput]:

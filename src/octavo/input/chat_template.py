@@ -39,6 +39,22 @@ _QUOTED_CHARACTERS = 300
 #: template trims messages. Private-use characters, which no template means anything by.
 _END_MARK = "\ue0c7\ue0de\ue0c7 "
 
+#: Names of a template's that its own arguments give, or that `render` takes under another name.
+_RESERVED = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "bos_token",
+        "eos_token",
+        "raise_exception",
+        "strftime_now",
+    }
+)
+
 #: When the render running in this context has to be done, by time.monotonic.
 _deadline: ContextVar[float] = ContextVar("chat template deadline")
 
@@ -62,9 +78,9 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
-        **kwargs: Any,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The conversation as text.
 
@@ -72,16 +88,27 @@ class ChatTemplate:
         test for a missing key and stumble over a null one; content that is a list of text parts
         becomes one string, the parts joined by newlines. tools, documents: as the model's template
         takes them. template: one by name. continue_final_message: the text ends where the last
-        message does, so that the model goes on with it; add_generation_prompt is then off. kwargs:
-        further names for the template. Raises InvalidRequestError, also for what the template itself
-        has against the messages.
+        message does, so that the model goes on with it. add_generation_prompt: the text ends where an
+        answer begins; so it does if not given, unless it ends in the last message. chat_template_kwargs:
+        further names for the template; those that it does not read have no effect, as in transformers.
+        Raises InvalidRequestError, also for what the template itself has against the messages.
         """
-        names: dict[str, Any] = {**self._special_tokens, **kwargs, "tools": tools, "documents": documents}
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        elif add_generation_prompt and continue_final_message:
+            raise InvalidRequestError(
+                "add_generation_prompt begins a new message, continue_final_message goes on with the last "
+                "one; ask for one of them",
+                param="add_generation_prompt",
+            )
+        names: dict[str, Any] = {**self._special_tokens, **_checked_kwargs(chat_template_kwargs)}
+        names["tools"] = _checked_objects("tools", tools)
+        names["documents"] = _checked_objects("documents", documents)
         plain = [_plain_message(index, message) for index, message in enumerate(messages)]
         if continue_final_message:
             _mark_end(plain)
         names["messages"] = plain
-        names["add_generation_prompt"] = add_generation_prompt and not continue_final_message
+        names["add_generation_prompt"] = add_generation_prompt
         text = _run(self._choose(template, tools), names)
         return _cut_at_mark(text) if continue_final_message else text
 
@@ -95,6 +122,31 @@ class ChatTemplate:
                 param="chat_template",
             )
         return self._templates[name]
+
+
+def _checked_kwargs(kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    param = "chat_template_kwargs"
+    if kwargs is None:
+        return {}
+    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
+        raise InvalidRequestError(f"{param} must be an object of names and values", param=param)
+    if reserved := sorted(_RESERVED & kwargs.keys()):
+        raise InvalidRequestError(
+            f"{param} has {', '.join(map(repr, reserved))}, which would take the place of what the request "
+            "or the model gives the template; leave it out",
+            param=param,
+        )
+    return kwargs
+
+
+def _checked_objects(
+    param: str, objects: Sequence[Mapping[str, Any]] | None
+) -> Sequence[Mapping[str, Any]] | None:
+    if objects is None:
+        return None
+    if not isinstance(objects, list | tuple) or not all(isinstance(item, Mapping) for item in objects):
+        raise InvalidRequestError(f"{param} must be a list of objects", param=param)
+    return objects
 
 
 def _run(template: jinja2.Template, names: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, normalizers
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE
 
-from octavo.errors import CheckpointError, UnsupportedModelError
+from octavo.errors import CheckpointError, ConfigError, UnsupportedModelError
 from octavo.input.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from octavo.input.sentencepiece import SentencePieceModel
 from octavo.input.vocabulary import (
@@ -34,7 +34,19 @@ T = TypeVar("T")
 
 #: Tokens that end a turn in the chat formats around. Many files name only one of them as EOS though
 #: the model was trained on two; they count only where the file marks them as control tokens.
-END_OF_TURN_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
+END_OF_TURN_TOKENS = (
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|return|>",
+    "<|call|>",
+    "<|end|>",
+    "<end_of_turn>",
+)
+#: In the harmony format, which has it, <|end|> ends a message, and an answer has several.
+_HARMONY_END_OF_TURN = "<|return|>"
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _TEMPLATE_KEY = "tokenizer.chat_template"
 _KINDS = ("gpt2", "llama", "gemma4")
@@ -45,13 +57,13 @@ def parts_from_gguf(metadata: Mapping[str, Any], pre_tokenizer: str | None = Non
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in _KINDS:
         raise UnsupportedModelError(
-            f"the model's tokenizer is of kind {kind!r} (tokenizer.ggml.model); served are "
+            f"the model's tokenizer is of kind {str(kind)[:80]!r} (tokenizer.ggml.model); served are "
             f"{', '.join(map(repr, _KINDS))}"
         )
     if kind != "gpt2" and pre_tokenizer is not None:
-        raise UnsupportedModelError(
-            f"the pre-tokenizer {pre_tokenizer!r} can't be set for a tokenizer of kind {kind!r}, which cuts "
-            "no words; leave it out"
+        raise ConfigError(
+            f"--pre-tokenizer is {pre_tokenizer[:80]!r}, but the model's tokenizer is of kind {kind!r}, "
+            "which cuts no words; leave it out"
         )
     rules = _rules(metadata, pre_tokenizer) if kind == "gpt2" else None
     tokens = _list_of(str, metadata, "tokenizer.ggml.tokens")
@@ -166,13 +178,18 @@ def _add_tokens(engine: RustTokenizer, tokens: Sequence[str], types: Sequence[in
 
 
 def _rules(metadata: Mapping[str, Any], override: str | None) -> PreTokenizer:
-    name = metadata.get("tokenizer.ggml.pre") if override is None else override
+    known = ", ".join(sorted(PRE_TOKENIZERS))
+    if override is not None:
+        if override not in PRE_TOKENIZERS:
+            raise ConfigError(f"--pre-tokenizer is {override[:80]!r}, which is not known; known are {known}")
+        return PRE_TOKENIZERS[override]
+    name = metadata.get("tokenizer.ggml.pre")
     if not isinstance(name, str) or name not in PRE_TOKENIZERS:
-        source = "tokenizer.ggml.pre" if override is None else "the pre-tokenizer asked for"
         raise UnsupportedModelError(
-            f"the model cuts text into words by the rules of {repr(name)[:80]} ({source}), which are not "
-            f"served; served are {', '.join(sorted(PRE_TOKENIZERS))}. Name the right one as the "
-            "pre-tokenizer, or convert the model again: a file without that entry is too old to tell"
+            f"the model's text is cut into words by the rules of {repr(name)[:80]} (tokenizer.ggml.pre), "
+            "which are not known here. Where they are those of another model, name these with "
+            f"--pre-tokenizer; known are {known}. A file without that entry is too old to tell: better "
+            "convert the model again"
         )
     return PRE_TOKENIZERS[name]
 
@@ -182,7 +199,7 @@ def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
     for merge in _list_of(str, metadata, "tokenizer.ggml.merges"):
         left, _, right = merge.partition(" ")
         if not right or " " in right:
-            _fail(f"merge {merge!r} is not two tokens with a space between them")
+            _fail(f"merge {merge[:80]!r} is not two tokens with a space between them")
         pairs.append((left, right))
     return pairs
 
@@ -194,6 +211,8 @@ def _eos_ids(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence
         for token_id, (token, kind) in enumerate(zip(tokens, types, strict=True))
         if kind == CONTROL
     }
+    if _HARMONY_END_OF_TURN in control:
+        control.pop("<|end|>", None)
     listed = [control.get(token) for token in END_OF_TURN_TOKENS]
     return tuple(dict.fromkeys(token_id for token_id in (*named, *listed) if token_id is not None))
 
@@ -205,7 +224,7 @@ def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
             templates[key.removeprefix(f"{_TEMPLATE_KEY}.")] = value
     for name, source in templates.items():
         if source is not None and not isinstance(source, str):
-            _fail(f"the chat template {name!r} is a {type(source).__name__}")
+            _fail(f"the chat template {name[:80]!r} is a {type(source).__name__}")
     return {name: source for name, source in templates.items() if source is not None}
 
 
@@ -214,7 +233,7 @@ def _token_id(metadata: Mapping[str, Any], key: str, vocab_size: int) -> int | N
     if value is None:
         return None
     if type(value) is not int or not 0 <= value < vocab_size:
-        _fail(f"{key} is {value!r}, but its tokens are 0..{vocab_size - 1}")
+        _fail(f"{key} is {str(value)[:80]!r}, but its tokens are 0..{vocab_size - 1}")
     return value
 
 

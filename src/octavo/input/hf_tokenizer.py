@@ -39,6 +39,7 @@ MAX_TOKEN_ID = 1 << 22
 _TOKENIZER, _SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 _CONFIG = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
+_IN_NO_VOCABULARY = "\U0010fffd\u9fa0"
 
 
 def parts_from_directory(directory: Path) -> TokenizerParts:
@@ -80,6 +81,7 @@ def _from_json(directory: Path, config: Mapping[str, Any]) -> TokenizerParts:
         # In the byte alphabet, added tokens are plain text.
         plain = byte_level and token_id in added
         token_bytes[token_id] = token.encode() if plain else to_bytes(token)
+    _check_unknown(path, engine)
     prefix = _prefix_of(path, engine)
     bos_id = prefix if prefix is not None else _named_token(directory, config, "bos_token", vocab)
     adds_bos = config.get("add_bos_token")
@@ -116,7 +118,7 @@ def _from_sentencepiece(directory: Path, config: Mapping[str, Any]) -> Tokenizer
         if engine.token_to_id(token.content) != token_id:
             _fail(
                 directory / _CONFIG,
-                f"added token {token.content!r} has the id {token_id}, but the next free one is "
+                f"added token {token.content[:80]!r} has the id {token_id}, but the next free one is "
                 f"{engine.token_to_id(token.content)}",
             )
         if token_id == len(token_bytes):
@@ -129,13 +131,12 @@ def _from_sentencepiece(directory: Path, config: Mapping[str, Any]) -> Tokenizer
     if bos_id is None and model.bos_id >= 0:
         bos_id = model.bos_id
     adds_bos = config.get("add_bos_token", True)
-    named = _eos_ids(directory, config, vocab, len(token_bytes))
     return TokenizerParts(
         engine=engine,
         token_bytes=token_bytes,
         special_ids=frozenset(special_ids),
         bos_id=bos_id,
-        eos_ids=named or ((model.eos_id,) if model.eos_id >= 0 else ()),
+        eos_ids=_eos_ids(directory, config, vocab, len(token_bytes), default=model.eos_id),
         adds_bos=bool(adds_bos) and bos_id is not None,
         leading_space=LeadingSpace.ONE if model.adds_space_prefix else LeadingSpace.KEPT,
         chat_templates=_chat_templates(directory, config),
@@ -172,6 +173,14 @@ def _decoder_of(path: Path, engine: RustTokenizer) -> tuple[bool, LeadingSpace]:
     return False, leading
 
 
+def _check_unknown(path: Path, engine: RustTokenizer) -> None:
+    """Refuse a tokenizer that has no token for what is in none, and says so only when it meets that."""
+    try:
+        engine.encode(_IN_NO_VOCABULARY, add_special_tokens=False)
+    except Exception as error:  # the library raises plain Exception
+        _fail(path, f"the tokenizers library can't encode with it: {str(error)[:300]}", error)
+
+
 def _prefix_of(path: Path, engine: RustTokenizer) -> int | None:
     """The token that the tokenizer puts before every text, where it does."""
     try:
@@ -203,10 +212,18 @@ def _named_token(
 
 
 def _eos_ids(
-    directory: Path, config: Mapping[str, Any], vocab: Mapping[str, int], vocab_size: int
+    directory: Path,
+    config: Mapping[str, Any],
+    vocab: Mapping[str, int],
+    vocab_size: int,
+    *,
+    default: int = -1,
 ) -> tuple[int, ...]:
-    """The tokenizer's EOS first, then what generation_config.json and config.json add."""
+    """The tokenizer's EOS first, then what generation_config.json and config.json add. default: the
+    tokenizer's where its config names none; below 0: it has none."""
     named = _named_token(directory, config, "eos_token", vocab)
+    if named is None and default >= 0:
+        named = default
     ids = [] if named is None else [named]
     for name in ("generation_config.json", "config.json"):
         value = _read_object(directory / name).get("eos_token_id")

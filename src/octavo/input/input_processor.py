@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import msgspec
 
@@ -20,6 +20,17 @@ from octavo.sampling_params import SamplingParams
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SEED_BITS = 63
+
+
+class ChatArguments(TypedDict, total=False):
+    """How a conversation is rendered, beside its messages: arguments of `ChatTemplate.render`."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    documents: Sequence[Mapping[str, Any]] | None
+    template: str | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool
+    chat_template_kwargs: Mapping[str, Any] | None
 
 
 class InputProcessor:
@@ -75,11 +86,13 @@ class InputProcessor:
         arrival: float,
         priority: int = 0,
         clamp: bool = True,
+        **chat: Unpack[ChatArguments],
     ) -> EngineRequest:
         """The request for a conversation, rendered by the model's chat template.
 
-        Templates write their own special tokens; BOS is added only where the model wants one and its
-        template left it out. Errors as `process`.
+        Templates write their own special tokens, so the tokenizer adds none. But the prompt begins with one
+        BOS where the model wants one and its template left it out, and where the template wrote several.
+        Errors as `process`.
         """
         if self.template is None:
             raise InvalidRequestError(
@@ -87,13 +100,10 @@ class InputProcessor:
                 "template can be given to the server"
             )
         check_messages(messages)
-        text = self.template.render(messages)
+        text = self.template.render(messages, **chat)
         prompt_ids = self._encode(text, param="messages", add_special_tokens=False)
-        bos_id = self.tokenizer.bos_id
-        if self.tokenizer.adds_bos and bos_id is not None and prompt_ids[:1] != [bos_id]:
-            prompt_ids.insert(0, bos_id)
         return self._complete(
-            prompt_ids,
+            self._with_one_bos(prompt_ids),
             params,
             "messages",
             request_id=request_id,
@@ -111,6 +121,14 @@ class InputProcessor:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except InvalidRequestError as error:
             raise InvalidRequestError(str(error), param=param) from error
+
+    def _with_one_bos(self, prompt_ids: list[int]) -> list[int]:
+        bos_id = self.tokenizer.bos_id
+        if bos_id is None:
+            return prompt_ids
+        written = next((i for i, token in enumerate(prompt_ids) if token != bos_id), len(prompt_ids))
+        wanted = written > 0 or self.tokenizer.adds_bos
+        return [bos_id] * wanted + prompt_ids[written:]
 
     def _check_ids(self, prompt: Sequence[int]) -> list[int]:
         if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):

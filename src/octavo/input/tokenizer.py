@@ -47,7 +47,7 @@ class Tokenizer:
 
         pre_tokenizer: a name of `pre_tokenizers.PRE_TOKENIZERS` to use instead of the file's.
         Raises UnsupportedModelError for a kind we have no rules for, CheckpointError for
-        contradictions.
+        contradictions, ConfigError for a pre_tokenizer that is not known or not for this kind.
         """
         return cls(parts_from_gguf(metadata, pre_tokenizer))
 

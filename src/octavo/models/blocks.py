@@ -153,7 +153,7 @@ def activation_of(config: Config) -> str:
     name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
     known = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
     if name not in known:
-        raise UnsupportedModelError(f"activation {name!r} is not served; served: {', '.join(known)}")
+        raise UnsupportedModelError(f"activation {name[:80]!r} is not served; served: {', '.join(known)}")
     return known[name]
 
 

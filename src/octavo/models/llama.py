@@ -68,10 +68,7 @@ def build(b: ProgramBuilder, config: Config, max_model_len: int) -> Program:
     x_scale = float(config["residual_multiplier"]) if relative.multiplies else None
     embed = embedding_weight(b, config)
     rope = rope_table(b, config, max_model_len)
-    ropes = [rope] * config["num_hidden_layers"]
-    if relative.rotates_some:
-        none = b.rope_table((), max_model_len, boundary=rope.boundary)
-        ropes = [rope if rotates else none for rotates in _rotating_layers(config)]
+    still = b.rope_table((), max_model_len, boundary=rope.boundary) if relative.rotates_some else rope
     scale = float(config["embedding_multiplier"]) if relative.multiplies else 1.0
     residual = b.embedding(embed, scale=scale)
     delta: Buf | None = None
@@ -82,7 +79,8 @@ def build(b: ProgramBuilder, config: Config, max_model_len: int) -> Program:
             x = b.rms_norm(residual, norm, eps=eps)
         else:
             x, residual = b.add_rms_norm(delta, residual, norm, eps=eps, x_scale=x_scale)
-        attended = attention(b, f"{name}.self_attn", x, _spec(config, relative, ropes[layer], layer))
+        turning = rope if _rotates(config, layer) else still
+        attended = attention(b, f"{name}.self_attn", x, _spec(config, relative, turning, layer))
         norm = b.weight(f"{name}.post_attention_layernorm.weight", (hidden,))
         x, residual = b.add_rms_norm(attended, residual, norm, eps=eps, x_scale=x_scale)
         delta = _feed_forward(b, config, relative, name, x, layer)
@@ -122,16 +120,16 @@ def _spec(config: Config, relative: _Relative, rope: RopeTable, layer: int) -> A
     return attention_spec(config, rope, **differences)
 
 
-def _rotating_layers(config: Config) -> list[bool]:
+def _rotates(config: Config, layer: int) -> bool:
     """SmolLM3: every fourth layer rotates nothing, unless the config lists (1: rotates) which."""
-    layers = config["num_hidden_layers"]
     listed = config.get("no_rope_layers")
     if listed is None:
-        every = int(config.get("no_rope_layer_interval") or 4)
-        return [(layer + 1) % every != 0 for layer in range(layers)]
-    if not isinstance(listed, list) or len(listed) != layers:
-        raise UnsupportedModelError(f"no_rope_layers is {str(listed)[:200]}; it must list {layers} layers")
-    return [bool(rotates) for rotates in listed]
+        return (layer + 1) % int(config.get("no_rope_layer_interval") or 4) != 0
+    if not isinstance(listed, list) or len(listed) != config["num_hidden_layers"]:
+        raise UnsupportedModelError(
+            f"no_rope_layers is {str(listed)[:200]}; it must list {config['num_hidden_layers']} layers"
+        )
+    return bool(listed[layer])
 
 
 def _check(config: Config, relative: _Relative) -> None:

@@ -21,6 +21,6 @@ def model_builder(architecture: str) -> Build:
     """The builder of an architecture; UnsupportedModelError names what is served."""
     if architecture not in MODELS:
         raise UnsupportedModelError(
-            f"architecture {architecture!r} is not served; served so far: {', '.join(sorted(MODELS))}"
+            f"architecture {architecture[:80]!r} is not served; served so far: {', '.join(sorted(MODELS))}"
         )
     return MODELS[architecture]

@@ -37,12 +37,6 @@ class Detokenizer:
         self._at_start = True
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._decoder = _new_utf8_decoder(errors="replace")
-        self._text = ""
-
-    @property
-    def text(self) -> str:
-        """Everything given out so far."""
-        return self._text
 
     def push(self, ids: Sequence[int]) -> str:
         """Take the next tokens and return the characters they complete."""
@@ -53,12 +47,8 @@ class Detokenizer:
             if first is not None:
                 pieces[first] = self._first_token_bytes(shown[first])
                 self._at_start = False
-        return self._give_out(self._decoder.decode(b"".join(pieces)))
+        return self._decoder.decode(b"".join(pieces))
 
     def finish(self) -> str:
         """Return what was held back, as U+FFFD: no token will complete it any more."""
-        return self._give_out(self._decoder.decode(b"", final=True))
-
-    def _give_out(self, delta: str) -> str:
-        self._text += delta
-        return delta
+        return self._decoder.decode(b"", final=True)

@@ -1,31 +1,30 @@
 """Makes a `RequestOutput` of what the engine adds to each request: the only writer of text.
 
 Rule: text is a fold over the output ids. A request that resumes begins with the text of the ids it
-already has, and goes on as if nothing had happened.
+already has, and goes on as if nothing had happened. A stop string ends a request here, with the token that
+completes it; the engine, which knows no text, has to be told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from octavo.errors import InvalidRequestError
 from octavo.messages import EngineOutput, EngineRequest, TokenLogprobs
 from octavo.output.detokenizer import Detokenizer, Vocabulary
+from octavo.output.stop import StopChecker
 from octavo.outputs import RequestOutput
 from octavo.request import FinishReason
 
 
-@dataclass(slots=True)
-class _Stream:
-    """What is known of one request's output."""
+@dataclass(frozen=True, slots=True)
+class Processed:
+    """outputs: one for each that the engine gave, in order. stopped: requests among them that a stop string
+    ended; the engine goes on with these until they are aborted there."""
 
-    request: EngineRequest
-    stop_ids: frozenset[int]
-    detokenizer: Detokenizer
-    token_ids: list[int]
-    cached_tokens: int = 0
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    outputs: list[RequestOutput]
+    stopped: list[str]
 
 
 class OutputProcessor:
@@ -38,64 +37,113 @@ class OutputProcessor:
     def add(self, request: EngineRequest) -> None:
         """Expect output for the request, beyond the output_ids it may already have.
 
-        Raises InvalidRequestError where a request of that id is under way.
+        Raises InvalidRequestError where a request of that id is under way, or where a stop string ends the
+        text of its output_ids.
         """
         if request.request_id in self._streams:
             raise InvalidRequestError(
                 f"a request with the id {request.request_id!r} is under way; give each its own",
                 param="request_id",
             )
-        detokenizer = Detokenizer(self._tokenizer)
-        detokenizer.push(request.output_ids)
-        self._streams[request.request_id] = _Stream(
-            request=request,
-            stop_ids=frozenset((*request.eos_ids, *request.params.stop_token_ids)),
-            detokenizer=detokenizer,
-            token_ids=list(request.output_ids),
-        )
+        stream = _Stream(request, self._tokenizer)
+        stream.push(request.output_ids)
+        if stream.stopped:
+            raise InvalidRequestError(
+                f"output_ids has a stop string, with token {len(stream.token_ids)} of "
+                f"{len(request.output_ids)}: the request is complete, resume only what is not",
+                param="output_ids",
+            )
+        self._streams[request.request_id] = stream
 
-    def process(self, outputs: Iterable[EngineOutput]) -> list[RequestOutput]:
+    def process(self, outputs: Iterable[EngineOutput]) -> Processed:
         """One RequestOutput for each output, in order; requests that ended are forgotten.
 
-        Output of requests unknown here, such as those aborted a moment ago, is dropped.
+        Output of requests unknown here, such as those aborted or stopped a moment ago, is dropped.
         """
-        results = []
+        processed = Processed([], [])
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
                 continue
-            results.append(_advance(stream, output))
-            if output.finish_reason is not None:
+            result = stream.advance(output)
+            processed.outputs.append(result)
+            if result.finished:
                 del self._streams[output.request_id]
-        return results
+                if output.finish_reason is None:
+                    processed.stopped.append(output.request_id)
+        return processed
 
     def abort(self, request_id: str) -> None:
         """Forget a request, if it is known."""
         self._streams.pop(request_id, None)
 
 
-def _advance(stream: _Stream, output: EngineOutput) -> RequestOutput:
-    new_ids = output.new_token_ids
-    stream.token_ids.extend(new_ids)
-    stream.logprobs.extend(output.logprobs or ())
-    stream.cached_tokens = max(stream.cached_tokens, output.num_cached_tokens)
-    stopped = output.finish_reason is FinishReason.STOP
-    # The token that ended the request may be an ordinary one. It was sampled, so it counts among the
-    # ids, but it says "stop", so it is no part of the text.
-    shown = new_ids[:-1] if stopped and new_ids and new_ids[-1] in stream.stop_ids else new_ids
-    delta = stream.detokenizer.push(shown)
-    if output.finish_reason is not None:
-        delta += stream.detokenizer.finish()
-    return RequestOutput(
-        request_id=output.request_id,
-        text=stream.detokenizer.text,
-        delta=delta,
-        token_ids=list(stream.token_ids),
-        new_token_ids=list(new_ids),
-        prompt_tokens=len(stream.request.prompt_ids),
-        cached_tokens=stream.cached_tokens,
-        finish_reason=output.finish_reason,
-        error=output.error,
-        logprobs=list(stream.logprobs),
-        seed=stream.request.params.seed,
-    )
+class _Stream:
+    """What is known of one request's output."""
+
+    def __init__(self, request: EngineRequest, tokenizer: Vocabulary) -> None:
+        params = request.params
+        self.token_ids: list[int] = []
+        self._request = request
+        self._end_ids = frozenset((*request.eos_ids, *params.stop_token_ids))
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = StopChecker(params.stop, include_stop=params.include_stop_str_in_output)
+        self._text = ""
+        self._cached_tokens = 0
+        self._logprobs: list[TokenLogprobs] = []
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string ended the text."""
+        return self._stops.stopped
+
+    def push(self, ids: Sequence[int], *, ends: bool = False) -> str:
+        """Take the next tokens and return the text they add. Tokens behind a stop string are left out.
+
+        ends: the last of them is not text but says that the text ends.
+        """
+        delta = ""
+        for index, token_id in enumerate(ids, start=1):
+            self.token_ids.append(token_id)
+            if ends and index == len(ids):
+                break
+            delta += self._stops.push(self._detokenizer.push([token_id]))
+            if self.stopped:
+                break
+        self._text += delta
+        return delta
+
+    def advance(self, output: EngineOutput) -> RequestOutput:
+        """The state after what a step added."""
+        before = len(self.token_ids)
+        self._cached_tokens = max(self._cached_tokens, output.num_cached_tokens)
+        reason, ids = output.finish_reason, output.new_token_ids
+        # The token that ended the request may be an ordinary one. It was sampled, so it counts among the
+        # ids, but it says "stop", so it is no part of the text.
+        ends = reason is FinishReason.STOP and bool(ids) and ids[-1] in self._end_ids
+        delta = self.push(ids, ends=ends)
+        if reason is not None:
+            delta += self._flush()
+        if self.stopped and output.error is None:
+            reason = FinishReason.STOP
+        new_ids = self.token_ids[before:]
+        self._logprobs.extend((output.logprobs or [])[: len(new_ids)])
+        return RequestOutput(
+            request_id=output.request_id,
+            text=self._text,
+            delta=delta,
+            token_ids=list(self.token_ids),
+            new_token_ids=new_ids,
+            prompt_tokens=len(self._request.prompt_ids),
+            cached_tokens=self._cached_tokens,
+            finish_reason=reason,
+            error=output.error,
+            logprobs=list(self._logprobs),
+            seed=self._request.params.seed,
+        )
+
+    def _flush(self) -> str:
+        """What was held back: nothing will complete it any more."""
+        delta = self._stops.push(self._detokenizer.finish()) + self._stops.finish()
+        self._text += delta
+        return delta

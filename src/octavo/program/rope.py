@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from octavo.errors import UnsupportedModelError
+from octavo.errors import CheckpointError, UnsupportedModelError
 from octavo.program.ir import RopeTable
 
 #: Ways of stretching that are served; see `rope_frequencies`.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+#: Bounds of every parameter: angles stay finite within them.
+_SMALLEST, _LARGEST = 1e-9, 1e15
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,50 +45,78 @@ def rope_frequencies(
 ) -> RopeFrequencies:
     """The frequencies that a config's rope parameters (Hugging Face's keys) describe.
 
-    UnsupportedModelError for a type not in ROPE_TYPES. max_positions: what the config says the model
-    was trained for, after stretching. max_model_len: the longest sequence to be served.
+    UnsupportedModelError for a type not in ROPE_TYPES, CheckpointError for parameters that are missing or
+    make no sense. max_positions: what the config says the model was trained for, after stretching.
+    max_model_len: the longest sequence to be served.
     """
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    plain = inverse_frequencies(rotary_dim, float(rope["rope_theta"]))
+    plain = inverse_frequencies(rotary_dim, _number(rope, "rope_theta", least=1.0))
     if kind == "default":
         return RopeFrequencies(plain)
     if kind == "linear":  # Chen et al., "Extending context window ... via positional interpolation"
-        return RopeFrequencies(tuple(f / float(rope["factor"]) for f in plain))
+        factor = _number(rope, "factor")
+        return RopeFrequencies(tuple(f / factor for f in plain))
     if kind == "llama3":
-        return RopeFrequencies(tuple(_llama3(f, rope) for f in plain))
+        return _llama3(plain, rope)
     if kind == "yarn":
         return _yarn(plain, rope, max_positions)
     if kind == "longrope":
         return _longrope(plain, rope, max_positions, max_model_len)
     raise UnsupportedModelError(
-        f"rope type {kind!r} is not served; served: {', '.join(ROPE_TYPES)}. Its frequencies would be wrong"
+        f"rope type {str(kind)[:80]!r} is not served; served: {', '.join(ROPE_TYPES)}. Its frequencies would "
+        "be wrong"
     )
 
 
-def _llama3(frequency: float, rope: Mapping[str, Any]) -> float:
+def _number(rope: Mapping[str, Any], key: str, *, least: float = _SMALLEST) -> float:
+    """A number of the parameters; CheckpointError where it is missing or makes no sense."""
+    value = rope.get(key)
+    if value is None:
+        raise CheckpointError(f"rope parameter {key!r} is missing")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= _LARGEST:
+        raise CheckpointError(
+            f"rope parameter {key!r} is {str(value)[:200]!r}; only a number in {least:g}..{_LARGEST:g} makes "
+            "sense"
+        )
+    return float(value)
+
+
+def _optional(rope: Mapping[str, Any], key: str, default: float) -> float:
+    return default if rope.get(key) is None else _number(rope, key)
+
+
+def _llama3(plain: tuple[float, ...], rope: Mapping[str, Any]) -> RopeFrequencies:
     """Llama 3.1: long waves are stretched by `factor`, short ones kept, those between blended."""
-    factor, original = float(rope["factor"]), float(rope["original_max_position_embeddings"])
-    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-    turns = original * frequency / (2 * math.pi)  # in the original context
-    if turns > high:
-        return frequency
-    if turns < low:
-        return frequency / factor
-    kept = (turns - low) / (high - low)
-    return (1 - kept) * frequency / factor + kept * frequency
+    factor, original = _number(rope, "factor"), _number(rope, "original_max_position_embeddings")
+    low, high = _number(rope, "low_freq_factor"), _number(rope, "high_freq_factor")
+    if low >= high:
+        raise CheckpointError(
+            f"rope parameter 'low_freq_factor' is {low}, not less than 'high_freq_factor', {high}"
+        )
+
+    def stretched(frequency: float) -> float:
+        turns = original * frequency / (2 * math.pi)  # in the original context
+        if turns > high:
+            return frequency
+        if turns < low:
+            return frequency / factor
+        kept = (turns - low) / (high - low)
+        return (1 - kept) * frequency / factor + kept * frequency
+
+    return RopeFrequencies(tuple(map(stretched, plain)))
 
 
 def _yarn(plain: tuple[float, ...], rope: Mapping[str, Any], max_positions: int) -> RopeFrequencies:
     """Peng et al., "YaRN": pairs that turn often in the original context are kept, those that turn
     rarely stretched, and attention is sharpened by a factor that grows with the stretch."""
-    original = float(rope.get("original_max_position_embeddings") or max_positions)
-    factor = float(rope.get("factor") or max_positions / original)
-    theta, dim = float(rope["rope_theta"]), 2 * len(plain)
+    original = _optional(rope, "original_max_position_embeddings", max_positions)
+    factor = _optional(rope, "factor", max_positions / original)
+    theta, dim = _number(rope, "rope_theta", least=1.001), 2 * len(plain)
 
     def pair_of(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    first, last = pair_of(float(rope.get("beta_fast") or 32)), pair_of(float(rope.get("beta_slow") or 1))
+    first, last = pair_of(_optional(rope, "beta_fast", 32)), pair_of(_optional(rope, "beta_slow", 1))
     if rope.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
@@ -100,13 +130,13 @@ def _yarn(plain: tuple[float, ...], rope: Mapping[str, Any], max_positions: int)
 
 def _yarn_attention(factor: float, rope: Mapping[str, Any]) -> float:
     if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
+        return _number(rope, "attention_factor")
 
     def sharpening(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return sharpening(float(rope["mscale"])) / sharpening(float(rope["mscale_all_dim"]))
+        return sharpening(_number(rope, "mscale")) / sharpening(_number(rope, "mscale_all_dim"))
     return sharpening(1.0)
 
 
@@ -115,18 +145,23 @@ def _longrope(
 ) -> RopeFrequencies:
     """Ding et al., "LongRoPE": a factor for each pair, other ones for sequences beyond the original
     context."""
-    original = int(rope["original_max_position_embeddings"])
+    original = int(_number(rope, "original_max_position_embeddings", least=2))
     factor = max_positions / original
-    scale = rope.get("attention_factor")
-    if scale is None:
-        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    short, long = (
-        tuple(f / float(by) for f, by in zip(plain, rope[key], strict=True))
-        for key in ("short_factor", "long_factor")
-    )
+    scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    scale = _optional(rope, "attention_factor", scale)
+    short, long = (_divided(plain, rope, key) for key in ("short_factor", "long_factor"))
     if max_model_len <= original:
-        return RopeFrequencies(short, float(scale))
-    return RopeFrequencies(short, float(scale), original, long)
+        return RopeFrequencies(short, scale)
+    return RopeFrequencies(short, scale, original, long)
+
+
+def _divided(plain: tuple[float, ...], rope: Mapping[str, Any], key: str) -> tuple[float, ...]:
+    """Frequencies by a list of factors, one for each."""
+    factors = rope.get(key)
+    if not isinstance(factors, list) or len(factors) != len(plain):
+        raise CheckpointError(f"rope parameter {key!r} is no list of {len(plain)} numbers")
+    by = [_number({key: value}, key) for value in factors]
+    return tuple(f / value for f, value in zip(plain, by, strict=True))
 
 
 def cos_sin(table: RopeTable) -> npt.NDArray[np.float32]:

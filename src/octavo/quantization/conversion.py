@@ -210,7 +210,7 @@ def _q4_0_as_q4_1(raw: Bytes) -> Bytes:
     blocks = np.ascontiguousarray(raw).reshape(len(raw), -1, _Q4_0_NBYTES)
     d = blocks[:, :, :2].copy().view(np.float16)
     nibbles = blocks[:, :, 2:]
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
         m = d * np.float16(-8)
     if (np.isinf(m) & np.isfinite(d)).any():
         raise CheckpointError(

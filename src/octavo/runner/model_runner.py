@@ -26,6 +26,7 @@ from octavo.config.schema import EngineConfig
 from octavo.errors import (
     CheckpointError,
     ConfigError,
+    InsufficientMemoryError,
     InvalidRequestError,
     ModelLoadError,
     ProgramError,
@@ -40,7 +41,8 @@ from octavo.quantization.formats import Format
 from octavo.runner import step_inputs
 from octavo.runner.request_states import RequestStates
 from octavo.sampling.sampler import SamplingRow, sample
-from octavo.weights.checkpoint import Checkpoint, open_checkpoint
+from octavo.weights.checkpoint import Checkpoint, naming, open_checkpoint
+from octavo.weights.config_check import checked_config
 from octavo.weights.sources import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -71,7 +73,8 @@ class ModelRunner(abc.ABC):
         config = config or resolve({}).config
         _runner_class(device)  # refuses what isn't served
         self.checkpoint = open_checkpoint(resolve_model(str(model), config.cache_path, progress=True))
-        build = model_builder(self.checkpoint.architecture)
+        with naming(self.checkpoint.path):
+            build = model_builder(self.checkpoint.architecture)
         #: Backends that were passed over, each with every reason.
         self.declined: dict[str, str] = {}
         self.max_model_len = _max_model_len(config, self.checkpoint)
@@ -87,8 +90,14 @@ class ModelRunner(abc.ABC):
             self.backend = self._choose_backend(dataclasses.replace(config, backend="torch"))
             self._plan(build, config)
         limits = self.sealed.limits
-        self.inputs = StepInputs.allocate(limits, len(self.program.kv_groups))
-        self.states = RequestStates(limits, len(self.program.kv_groups))
+        try:
+            self.inputs = StepInputs.allocate(limits, len(self.program.kv_groups))
+            self.states = RequestStates(limits, len(self.program.kv_groups))
+        except MemoryError as error:
+            raise InsufficientMemoryError(
+                f"{limits.max_seqs} requests of up to {limits.max_model_len} tokens need more memory for "
+                "their rows than there is. Lower --max-model-len or --max-num-seqs"
+            ) from error
         self._memory: DeviceMemory | None = None
         self._pending: tuple[SchedulerOutput, torch.Tensor] | None = None
 
@@ -101,7 +110,8 @@ class ModelRunner(abc.ABC):
             kv_dtype=_kv_dtype(config, self.backend),
             activation_bits=config.activation_bits,
         )
-        self.program = build(builder, self.checkpoint.config, self.max_model_len)
+        with naming(self.checkpoint.path):
+            self.program = build(builder, checked_config(self.checkpoint), self.max_model_len)
         self.checkpoint.check_all_used(part for weight in self.program.weights for part in weight.parts)
         self._parts = {weight.id: _parts(self.checkpoint, weight) for weight in self.program.weights}
         for note in self.checkpoint.notes:
@@ -137,7 +147,13 @@ class ModelRunner(abc.ABC):
 
     def load(self, num_blocks: int) -> None:
         """Allocate all memory, with KV for `num_blocks` blocks, and read the weights."""
-        memory = self._allocate(num_blocks)
+        try:
+            memory = self._allocate(num_blocks)
+        except (MemoryError, RuntimeError) as error:  # torch raises the latter
+            raise InsufficientMemoryError(
+                f"the machine has the memory free, but this process could not get it: {str(error)[:200]}. "
+                "Raise its limit (ulimit -v), or lower --kv-cache-gib or --max-model-len"
+            ) from error
         for weight in self.program.weights:
             start = self.sealed.weight_offsets[weight.id]
             out = memory.weights[start : start + self.backend.table.weight_nbytes(weight)]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import abc
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from octavo.errors import CheckpointError, UnsupportedModelError
+from octavo.errors import CheckpointError, ModelLoadError, ProgramError, UnsupportedModelError
 from octavo.quantization.conversion import dequantize
 from octavo.quantization.formats import STORED_TYPES, Format, common_format
 
@@ -172,6 +173,17 @@ class Checkpoint(abc.ABC):
     @abc.abstractmethod
     def _unused(self, names: set[str]) -> Collection[str]:
         """Tensors besides these, as the files call them, that change what a model answers."""
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let errors about a model that don't say which begin with its path."""
+    try:
+        yield
+    except (ModelLoadError, ProgramError) as error:
+        if str(error).startswith((str(path), path.name)):
+            raise
+        raise type(error)(f"{path}: {error}") from error
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

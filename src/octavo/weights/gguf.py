@@ -39,7 +39,8 @@ MAX_ARRAY_DEPTH = 4
 #: Elements of all metadata arrays together. A list element costs several times its bytes in the
 #: file, so without a cap a large file of small integers would take far more memory than disk.
 MAX_ARRAY_ELEMENTS = 1 << 24
-MAX_NAME_BYTES = 65535  # the specification's limit for keys
+MAX_KEY_BYTES = 65535  # the specification's limit
+MAX_TENSOR_NAME_BYTES = 1024  # the specification has 64
 MAX_DIMS = 4
 
 #: ggml's type number -> (name, elements per block, bytes per block). A copy of what the gguf
@@ -322,18 +323,19 @@ def _read_metadata(reader: _Reader, count: int) -> dict[str, Any]:
     reader.check_count(count, _SMALLEST_METADATA, "metadata entries")
     metadata: dict[str, Any] = {}
     for index in range(count):
-        key = reader.string(f"metadata key {index}", limit=MAX_NAME_BYTES)
+        key = reader.string(f"metadata key {index}", limit=MAX_KEY_BYTES)
+        shown = repr(key[:200])
         if key in metadata:
-            reader.fail(f"metadata key {key!r} appears twice")
-        (kind,) = reader.unpack(_U32, f"type of {key!r}")
-        metadata[key] = reader.value(kind, repr(key))
+            reader.fail(f"metadata key {shown} appears twice")
+        (kind,) = reader.unpack(_U32, f"type of {shown}")
+        metadata[key] = reader.value(kind, shown)
     return metadata
 
 
 def _alignment(reader: _Reader, metadata: dict[str, Any]) -> int:
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
-        reader.fail(f"general.alignment is {alignment!r}; it must be a power of two")
+        reader.fail(f"general.alignment is {repr(alignment)[:80]}; it must be a power of two")
     return alignment
 
 
@@ -341,7 +343,7 @@ def _read_tensor_infos(reader: _Reader, count: int) -> Iterator[TensorInfo]:
     """Offsets are still relative to the start of the tensor data."""
     reader.check_count(count, _SMALLEST_TENSOR_INFO, "tensors")
     for index in range(count):
-        name = reader.string(f"name of tensor {index}", limit=MAX_NAME_BYTES)
+        name = reader.string(f"name of tensor {index}", limit=MAX_TENSOR_NAME_BYTES)
         (n_dims,) = reader.unpack(_U32, f"n_dims of tensor {name!r}")
         if not 1 <= n_dims <= MAX_DIMS:
             reader.fail(f"tensor {name!r} has {n_dims} dimensions; 1 to {MAX_DIMS} are possible")

@@ -40,7 +40,9 @@ class SafetensorsCheckpoint(Checkpoint):
         self._raw_config = read_json_object(path / CONFIG, MAX_CONFIG_BYTES)
         architecture = self._raw_config.get("model_type")
         if not isinstance(architecture, str):
-            raise CheckpointError(f"{path / CONFIG}: model_type is {architecture!r}; it must name the family")
+            raise CheckpointError(
+                f"{path / CONFIG}: model_type is {str(architecture)[:80]!r}; it must name the family"
+            )
         self.architecture = architecture
         self.generation_config: dict[str, Any] = {}
         if (path / GENERATION_CONFIG).exists():
@@ -153,8 +155,8 @@ def _without_weights(path: Path) -> CheckpointError | UnsupportedModelError:
     if pickled:
         return UnsupportedModelError(
             f"{path} has its weights as {_some(pickled)} only. Those are pickles, and reading a pickle can "
-            "run code, so they are not opened. Convert the model to safetensors where you trust it: "
-            "load it with transformers and call save_pretrained(directory)"
+            "run code, so they are not opened. Where you trust the model, make safetensors of it: "
+            f"`octavo convert {path} OUT`"
         )
     return CheckpointError(f"{path} has neither {SINGLE} nor {INDEX}; fetch the model again")
 

@@ -31,7 +31,9 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     if body.model not in (None, engine.info.name):
         raise ModelNotFoundError(f"model {body.model!r} is not served here; {engine.info.name!r} is")
     completion = _Completion(engine, body)
-    outputs = engine.chat(body.messages, body.sampling_params(), priority=body.priority)
+    outputs = engine.chat(
+        body.messages, body.sampling_params(), priority=body.priority, **body.chat_arguments()
+    )
     if body.stream:
         return sse.EventStream(completion.stream(outputs))
     last = await _last_output(outputs, request)

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from octavo.errors import InvalidRequestError
+from octavo.input.input_processor import ChatArguments
 from octavo.sampling_params import MAX_LOGPROBS, SamplingParams
 
 #: Accepted and without effect: they describe the caller, or ask for what is the case anyway.
 IGNORED_FIELDS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier"})
+
+
+def _as_list(value: Any) -> Any:
+    """A text alone is one stop."""
+    return [value] if isinstance(value, str) else value
 
 
 class StreamOptions(BaseModel):
@@ -26,7 +32,9 @@ class StreamOptions(BaseModel):
 
 
 class ChatCompletionRequest(BaseModel):
-    """POST /v1/chat/completions. Beyond OpenAI's fields: top_k, min_p, repetition_penalty, priority.
+    """POST /v1/chat/completions. Beyond OpenAI's fields: top_k, min_p, repetition_penalty, priority,
+    stop_token_ids, ignore_eos, include_stop_str_in_output, add_generation_prompt, continue_final_message,
+    chat_template_kwargs; and more stops than its four.
 
     A null is as good as no field. Nothing is converted: "0.5" is no number and 1 is no true.
     """
@@ -51,7 +59,14 @@ class ChatCompletionRequest(BaseModel):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
     n: Literal[1] = 1
+    stop: Annotated[list[str], BeforeValidator(_as_list)] = Field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    stop_token_ids: list[int] = Field(default_factory=list)
+    ignore_eos: bool = False
     priority: int = 0
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
@@ -87,7 +102,19 @@ class ChatCompletionRequest(BaseModel):
             logit_bias={_token_id(key): bias for key, bias in self.logit_bias.items()},
             logprobs=self.top_logprobs if self.logprobs else None,
             max_tokens=limits.pop() if limits else None,
+            stop=tuple(self.stop),
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
         )
+
+    def chat_arguments(self) -> ChatArguments:
+        """What was asked of the chat template, which checks it."""
+        return {
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
 
 
 def _token_id(key: str) -> int:
