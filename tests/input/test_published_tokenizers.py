@@ -7,6 +7,7 @@ import functools
 import json
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tokenizers import models
 from octavo.input.chat_template import ChatTemplate
 from octavo.input.tokenizer import Tokenizer
 from octavo.output.detokenizer import Detokenizer
+from octavo.weights.gguf import GGUFFile
 
 
 @functools.cache
@@ -54,6 +56,18 @@ def test_gguf_metadata_gives_the_ids_of_the_models_own_file(name: str) -> None:
     ours = Tokenizer.from_gguf(gguf_metadata(name))
     assert_same(ours, library(name))
     assert ours.special_ids == from_directory(name).special_ids
+
+
+def test_a_real_gemma_file_gives_the_ids_of_the_models_own(gemma3_path: Path) -> None:
+    """Its kind is "llama": pieces with scores instead of merges. It marks more tokens as special."""
+    with GGUFFile.open(gemma3_path) as file:
+        ours, theirs = Tokenizer.from_gguf(file.metadata), library("gemma3")
+    for text in strings([token.content for token in theirs.get_added_tokens_decoder().values()]):
+        ids = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, add_special_tokens=False) == ids, text
+        assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids, skip_special_tokens=False)
+    assert (ours.bos_id, ours.adds_bos) == (2, True)
+    assert ours.eos_ids == (1, 106)  # <eos>, and the <end_of_turn> that only chat formats write
 
 
 @pytest.mark.parametrize("name", ["llama2", "gemma3"])
