@@ -29,13 +29,14 @@ ARCHITECTURES = {
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "phi3": gguf.MODEL_ARCH.PHI3,
     "granite": gguf.MODEL_ARCH.GRANITE,
     "olmo2": gguf.MODEL_ARCH.OLMO2,
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
 }
-INTERLEAVED = ("llama", "mistral", "mixtral", "granite")
+INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", "granite")
 
 
 def encode_as(kind_of: str | Callable[[str], str]) -> Encode:

@@ -14,11 +14,13 @@ from test_families import FAMILIES, VOCAB, make_model, make_runner, oracle
 
 from gguf_converter import encode_as, write_gguf
 
-#: What a converter refuses or loses: windows of Qwen, dense layers of Qwen3-MoE and shares that are kept.
+#: What a converter loses: Qwen2's windows, and that Qwen3-MoE may keep its shares as they are.
 LOST = ("qwen2 window", "qwen3 moe, shares as they are")
-#: What GGUF takes for granted: scores are divided by the root of a head's size, and where windows are.
+#: What GGUF takes for granted: which layers have windows, rotation, experts; the root that divides scores.
 GRANTED: dict[str, dict[str, Any]] = {
     "qwen3 moe": {"mlp_only_layers": []},
+    "smollm3": {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]},
+    "smollm3, every fourth layer": {"no_rope_layer_interval": 4},
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3": {
         "query_pre_attn_scalar": 16,

@@ -22,6 +22,7 @@ from octavo.weights.gguf import GGUFFile
 ROPE_TENSORS = frozenset({"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"})
 _MOST_HEAD_DIM = 1 << 16
 _MOST_EXPERTS = 1 << 16
+_MOST_POSITIONS = 1 << 24
 #: Keys that change what a model computes, and the values that leave it as it is served here.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
@@ -59,16 +60,16 @@ class _Metadata:
             self.refuse(key, value, f"a number of at least {least}{limit}")
         return value
 
-    def positive(self, key: str, default: float | None = None) -> float:
-        """A number above 0."""
+    def above(self, key: str, default: float | None = None, *, least: int = 0) -> float:
+        """A number above `least`."""
         value = self.get(key, default)
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            self.refuse(key, value, "a number above 0")
+        if type(value) not in (int, float) or not least < value < math.inf:
+            self.refuse(key, value, f"a number above {least}")
         return float(value)
 
     def cap(self, key: str, default: float) -> float | None:
         """A number above 0, or 0 for none."""
-        return None if self.get(key, default) == 0 else self.positive(key, default)
+        return None if self.get(key, default) == 0 else self.above(key, default)
 
     def refuse(self, key: str, value: object, wanted: str) -> NoReturn:
         """Raise CheckpointError for a value that can't be."""
@@ -106,6 +107,12 @@ class _Family:
 
 def family_of(file: GGUFFile) -> str:
     """The model_type of a file; the architecture's own name where it is not read."""
+    parts = file.metadata.get("split.count", 1)
+    if parts not in (0, 1):
+        raise UnsupportedModelError(
+            f"{file.path.name} is one of {str(parts)[:200]} parts of a model, which are not read; join them "
+            "with llama.cpp's llama-gguf-split --merge"
+        )
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str):
         raise CheckpointError(f"{file.path.name}: metadata 'general.architecture' is missing or no name")
@@ -157,8 +164,8 @@ def _sizes(metadata: _Metadata) -> Config:
         "num_key_value_heads": metadata.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "rotary_dim": metadata.count("rope.dimension_count", head_dim, most=head_dim),
-        "rms_norm_eps": metadata.positive("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": metadata.count("context_length"),
+        "rms_norm_eps": metadata.above("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": metadata.count("context_length", most=_MOST_POSITIONS),
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
@@ -198,7 +205,7 @@ def _pattern(metadata: _Metadata, default: int, layers: int) -> list[bool]:
 
 def _rope(metadata: _Metadata, config: Config) -> Config:
     """The rope parameters, of all layers or of those that see everything."""
-    rope: Config = {"rope_theta": metadata.positive("rope.freq_base", 10000.0)}
+    rope: Config = {"rope_theta": metadata.above("rope.freq_base", 10000.0, least=1)}
     kind = _rope_kind(metadata)
     tensors = ROPE_TENSORS & metadata.file.tensors.keys()
     if "rope_freqs.weight" in tensors:
@@ -217,7 +224,7 @@ def _rope(metadata: _Metadata, config: Config) -> Config:
         return rope | {"rope_type": "default"}
     if kind == "linear":
         key = "rope.scale_linear" if metadata.has("rope.scale_linear") else "rope.scaling.factor"
-        return rope | {"rope_type": "linear", "factor": metadata.positive(key)}
+        return rope | {"rope_type": "linear", "factor": metadata.above(key)}
     if kind == "yarn":
         return rope | _yarn(metadata)
     raise metadata.not_served("rope.scaling.type", kind, "any but none, linear, yarn and longrope")
@@ -238,7 +245,7 @@ def _yarn(metadata: _Metadata) -> Config:
         raise metadata.not_served("rope.scaling.attn_factor", besides, "a factor besides yarn's own")
     rope: Config = {
         "rope_type": "yarn",
-        "factor": metadata.positive("rope.scaling.factor"),
+        "factor": metadata.above("rope.scaling.factor"),
         "original_max_position_embeddings": metadata.count("rope.scaling.original_context_length"),
     }
     for key, ours in (
@@ -247,7 +254,7 @@ def _yarn(metadata: _Metadata) -> Config:
         ("yarn_beta_slow", "beta_slow"),
     ):
         if metadata.has(f"rope.scaling.{key}"):
-            rope[ours] = metadata.positive(f"rope.scaling.{key}")
+            rope[ours] = metadata.above(f"rope.scaling.{key}")
     scale_of_all = metadata.cap("rope.scaling.yarn_log_multiplier", 0.0)
     if scale_of_all is not None:
         rope |= {"mscale": 1.0, "mscale_all_dim": scale_of_all}
@@ -258,7 +265,7 @@ def _longrope_of(metadata: _Metadata, config: Config) -> Config:
     short, long = (_factors(metadata, f"rope_factors_{kind}.weight", config) for kind in ("short", "long"))
     rope = _longrope(short, long, metadata.count("rope.scaling.original_context_length"))
     if metadata.has("rope.scaling.attn_factor"):
-        rope["attention_factor"] = metadata.positive("rope.scaling.attn_factor")
+        rope["attention_factor"] = metadata.above("rope.scaling.attn_factor")
     return rope
 
 
@@ -312,14 +319,18 @@ def _qwen3_moe(metadata: _Metadata, config: Config) -> Config:
     return {**_experts(metadata), "moe_intermediate_size": width, "norm_topk_prob": True}
 
 
+def _smollm3(metadata: _Metadata, config: Config) -> Config:
+    return {"no_rope_layer_interval": 4}
+
+
 def _granite(metadata: _Metadata, config: Config) -> Config:
     if not metadata.get("rope.scaling.finetuned", True):
         raise metadata.not_served("rope.scaling.finetuned", False, "attention without rotation")
     return {
-        "embedding_multiplier": metadata.positive("embedding_scale", 1.0),
-        "residual_multiplier": metadata.positive("residual_scale", 1.0),
-        "attention_multiplier": metadata.positive("attention.scale", config["head_dim"] ** -0.5),
-        "logits_scaling": metadata.positive("logit_scale"),
+        "embedding_multiplier": metadata.above("embedding_scale", 1.0),
+        "residual_multiplier": metadata.above("residual_scale", 1.0),
+        "attention_multiplier": metadata.above("attention.scale", config["head_dim"] ** -0.5),
+        "logits_scaling": metadata.above("logit_scale"),
     }
 
 
@@ -345,7 +356,7 @@ def _gemma2(metadata: _Metadata, config: Config) -> Config:
 
 
 def _gemma3(metadata: _Metadata, config: Config) -> Config:
-    local = {"rope_type": "default", "rope_theta": metadata.positive("rope.freq_base_swa", 10000.0)}
+    local = {"rope_type": "default", "rope_theta": metadata.above("rope.freq_base_swa", 10000.0, least=1)}
     return {
         **_gemma(config, layers_27b=62),
         "final_logit_softcapping": metadata.cap("final_logit_softcapping", 0.0),
@@ -358,6 +369,7 @@ _FAMILIES = {
     "qwen2": _Family("qwen2", _nothing),
     "qwen3": _Family("qwen3", _nothing),
     "qwen3moe": _Family("qwen3_moe", _qwen3_moe),
+    "smollm3": _Family("smollm3", _smollm3),
     "phi3": _Family("phi3", _nothing, window=0),
     "granite": _Family("granite", _granite),
     "olmo2": _Family("olmo2", _nothing),

@@ -51,7 +51,7 @@ _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _EXPERT_NAME = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
 _STACK = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps\.weight")
 #: Families whose q and k rows llama.cpp's converter interleaves.
-INTERLEAVED_FAMILIES = frozenset({"llama", "mistral", "mixtral", "granite"})
+INTERLEAVED_FAMILIES = frozenset({"llama", "mistral", "mixtral", "smollm3", "granite"})
 
 
 def gguf_name(name: str, family: str) -> str:
