@@ -5,14 +5,21 @@ Oracle and tolerance are those of test_families.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from test_families import FAMILIES, VOCAB, make_model, make_runner, oracle
+import torch
+from test_families import make_runner, oracle
 
+from families import FAMILIES, VOCAB, make_model
 from gguf_converter import encode_as, write_gguf
+from octavo import ModelRunner
+from octavo.backends.native import library
+from octavo.config.resolve import resolve
+from octavo.quantization.formats import Format
 
 #: What a converter loses: Qwen2's windows, and that Qwen3-MoE may keep its shares as they are.
 LOST = ("qwen2 window", "qwen3 moe, shares as they are")
@@ -31,20 +38,80 @@ GRANTED: dict[str, dict[str, Any]] = {
 CONVERTED = [name for name in FAMILIES if name not in LOST]
 
 
-def written(path: Path, family: str, types: str = "F32", **changes: Any) -> tuple[Path, Any]:
+def written(path: Path, family: str, types: str | Callable[[str], str] = "F32") -> tuple[Path, Any]:
     """A family's file, and the model with the weights that the file holds."""
-    model = make_model(family, **{**GRANTED.get(family, {}), **changes})
+    model = make_model(family, **GRANTED.get(family, {}))
     file = path / f"{family.replace(' ', '-')}.gguf"
     write_gguf(file, model, encode=encode_as(types))
     return file, model
 
 
+def random_ids(length: int, batch: int = 2) -> list[list[int]]:
+    ids: list[list[int]] = np.random.default_rng(length).integers(0, VOCAB, (batch, length)).tolist()
+    return ids
+
+
+def assert_logits(path: Path, model: Any, length: int) -> None:
+    """Whole as transformers says, and in chunks the same bits."""
+    ids = random_ids(length)
+    exact, error = oracle(model, ids)
+    whole = make_runner(path, max_num_batched_tokens=128, max_num_seqs=128, max_model_len=128).predict(ids)
+    assert np.abs(whole - exact).max() <= 32 * max(error, 1e-7 * np.abs(exact).max())
+    chunks = make_runner(path, max_num_batched_tokens=5, max_num_seqs=5, max_model_len=128)
+    assert np.array_equal(chunks.predict(ids), whole)
+
+
 @pytest.mark.parametrize("family", CONVERTED)
 def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     path, model = written(tmp_path, family)
-    rng = np.random.default_rng(0)
-    runner = make_runner(path, max_num_batched_tokens=256, max_num_seqs=256, max_model_len=128)
-    for length in (9, 100):
-        ids = rng.integers(0, VOCAB, (2, length)).tolist()
-        exact, error = oracle(model, ids)
-        assert np.abs(runner.predict(ids) - exact).max() <= 32 * max(error, 1e-7 * np.abs(exact).max())
+    for length in (9, 100):  # a window of 8 and one more; beyond the context that yarn and longrope stretch
+        assert_logits(path, model, length)
+
+
+@pytest.mark.parametrize("family", CONVERTED)
+def test_greedy_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
+    path, model = written(tmp_path, family)
+    (prompt,) = random_ids(20, batch=1)
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, eos_token_id=None
+        )  # fmt: skip
+    runner = make_runner(path, max_num_batched_tokens=32, max_num_seqs=32, max_model_len=32)
+    found = list(prompt)
+    for _ in range(8):
+        found.append(int(runner.predict([found])[0, -1].argmax()))
+    assert found == expected[0].tolist()
+
+
+@pytest.mark.parametrize("types", ["Q8_0", "Q4_1", "F16", "BF16", "mixed"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3 moe", "phi3", "gemma3"])
+def test_stacks_and_fused_tensors_of_other_types(family: str, types: str, tmp_path: Path) -> None:
+    """A stack's matrices are read where they lie in it. What is stacked here fits one format exactly."""
+    mixed = {"gate_proj": "Q8_0", "down_proj": "Q4_0", "embed_tokens": "F16"}
+    path, model = written(
+        tmp_path, family, (lambda name: mixed.get(name.split(".")[-2], "Q5_0")) if types == "mixed" else types
+    )
+    assert_logits(path, model, 40)
+
+
+def test_experts_keep_the_format_of_their_stack(tmp_path: Path) -> None:
+    path, _ = written(tmp_path, "mixtral", "Q4_1")
+    runner = make_runner(path, max_model_len=32)
+    formats = {weight.name: weight.format for weight in runner.program.weights if "experts" in weight.name}
+    assert len(formats) == 2 * 3
+    assert set(formats.values()) == {Format.Q4M}
+    assert not runner.checkpoint.notes
+
+
+@pytest.mark.skipif(not library.available(), reason="the native library is not built")
+@pytest.mark.parametrize(
+    "family", ["llama", "llama biases", "llama llama3 rope", "llama yarn rope", "mistral window", "qwen2"]
+)
+def test_native_serves_close_relatives(family: str, tmp_path: Path) -> None:
+    path, model = written(tmp_path, family)
+    ids = random_ids(40)
+    exact, error = oracle(model, ids)
+    settings = {"backend": "native", "kv_dtype": "f32", "max_num_seqs": 64}
+    runner = ModelRunner(path, resolve(settings).config)
+    assert np.abs(runner.predict(ids) - exact).max() <= 32 * error

@@ -260,6 +260,26 @@ def test_tensors_that_nobody_uses_are_refused_by_name(path: Path) -> None:
         write(path, extra={f"t{i}": np.ones(1, np.float32) for i in range(10)}).check_all_used(names)
 
 
+def test_experts_are_the_matrices_of_a_stack(path: Path) -> None:
+    stack = np.arange(4 * 8 * 64, dtype=np.float32).reshape(4, 8, 64)
+    metadata = {"expert_count": 4, "expert_used_count": 2}
+    checkpoint = write(path, metadata=metadata, extra={"blk.0.ffn_gate_exps.weight": stack})
+    names = [f"{LAYER}.block_sparse_moe.experts.{e}.w1.weight" for e in range(5)]
+    for name, matrix in zip(names, stack, strict=False):
+        assert checkpoint.shape(name) == (8, 64)
+        assert np.array_equal(checkpoint.rows(name, (64, 64)).raw.view(np.float32), matrix)
+    with pytest.raises(CheckpointError, match=r"tensor 'blk\.0\.ffn_gate_exps\.weight\[4\]' is missing"):
+        checkpoint.shape(names[4])
+    used = ["model.embed_tokens.weight", Q, K, V, *names[:3]]
+    with pytest.raises(UnsupportedModelError, match=r"not served with: blk\.0\.ffn_gate_exps\.weight\[3\]$"):
+        checkpoint.check_all_used(used)
+
+
+def test_a_stack_of_another_shape_is_damage(path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"ffn_up_exps\.weight' of shape \[8, 64\] is no stack"):
+        write(path, extra={"blk.0.ffn_up_exps.weight": np.ones((8, 64), np.float32)})
+
+
 def test_nothing_is_read_after_close(path: Path) -> None:
     checkpoint = write(path)
     rows = checkpoint.rows(V, (32, 64))

@@ -263,7 +263,7 @@ def _yarn(metadata: _Metadata) -> Config:
 
 def _longrope_of(metadata: _Metadata, config: Config) -> Config:
     short, long = (_factors(metadata, f"rope_factors_{kind}.weight", config) for kind in ("short", "long"))
-    rope = _longrope(short, long, metadata.count("rope.scaling.original_context_length"))
+    rope = _longrope(short, long, metadata.count("rope.scaling.original_context_length", least=2))
     if metadata.has("rope.scaling.attn_factor"):
         rope["attention_factor"] = metadata.above("rope.scaling.attn_factor")
     return rope
