@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "phi3": gguf.MODEL_ARCH.PHI3,
     "granite": gguf.MODEL_ARCH.GRANITE,
@@ -44,7 +45,7 @@ def encode_as(kind_of: str | Callable[[str], str]) -> Encode:
 
     def encode(name: str, values: Floats) -> tuple[npt.NDArray[Any], gguf.GGMLQuantizationType]:
         of = "F32"
-        if values.ndim > 1 and not name.endswith("mlp.gate.weight"):
+        if values.ndim > 1 and not name.endswith(("mlp.gate.weight", "mlp.router.weight", ".bias")):
             of = kind_of if isinstance(kind_of, str) else kind_of(name)
         kind = gguf.GGMLQuantizationType[of]
         return quantize(values, kind), kind
@@ -93,14 +94,24 @@ def interleave(rows: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
 def _parts(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and views of the parameters; of experts, those that the files of before version 5 had."""
     for name, parameter in model.named_parameters():
-        if name.endswith("experts.gate_up_proj"):
-            stem = name.removesuffix("gate_up_proj")
-            for part, half in zip(("gate_proj", "up_proj"), parameter.chunk(2, dim=1), strict=True):
-                yield f"{stem}{part}.weight", half
-        elif name.endswith("experts.down_proj"):
-            yield f"{name}.weight", parameter
+        stem, _, last = name.rpartition(".")
+        kind = "bias" if last.endswith("_bias") else "weight"
+        if last in ("gate_up_proj", "gate_up_proj_bias"):
+            for part, half in zip(("gate_proj", "up_proj"), _halves(model, parameter), strict=True):
+                yield f"{stem}.{part}.{kind}", half
+        elif last in ("down_proj", "down_proj_bias"):
+            transposed = model.config.model_type == "gpt_oss" and kind == "weight"
+            yield f"{stem}.down_proj.{kind}", parameter.mT if transposed else parameter
         else:
-            yield name, parameter
+            yield f"{name}.weight" if last == "sinks" else name, parameter
+
+
+def _halves(model: Any, parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Gate and up of all experts; gpt-oss has them transposed, and in turns."""
+    if model.config.model_type == "gpt_oss":
+        rows = parameter.mT if parameter.ndim == 3 else parameter
+        return rows[:, ::2], rows[:, 1::2]
+    return parameter.chunk(2, dim=1)
 
 
 def _rows_as_stored(name: str, raw: npt.NDArray[Any], config: Any) -> npt.NDArray[Any]:
@@ -137,7 +148,7 @@ def _add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
 def _add_windows(writer: gguf.GGUFWriter, config: Any) -> None:
     """Mistral's window is lost on the way; it is written here, so that it can be read."""
     kind, window = config.model_type, getattr(config, "sliding_window", None)
-    if window and kind in ("mistral", "mixtral", "phi3", "gemma2", "gemma3_text"):
+    if window and kind in ("mistral", "mixtral", "phi3", "gemma2", "gemma3_text", "gpt_oss"):
         writer.add_sliding_window(window)
     elif kind == "phi3":
         writer.add_sliding_window(0)
@@ -190,6 +201,8 @@ def _add_extras(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_expert_used_count(config.num_experts_per_tok)
     if width := getattr(config, "moe_intermediate_size", None):
         writer.add_expert_feed_forward_length(width)
+    if config.model_type == "gpt_oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
     if config.model_type == "granite":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)

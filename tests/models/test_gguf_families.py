@@ -19,7 +19,13 @@ from gguf_converter import encode_as, write_gguf
 from octavo import ModelRunner
 from octavo.backends.native import library
 from octavo.config.resolve import resolve
+from octavo.errors import OctavoError
+from octavo.models.registry import model_builder
+from octavo.program.builder import ProgramBuilder
+from octavo.program.ir import DType
 from octavo.quantization.formats import Format
+from octavo.weights.gguf import GGUFFile
+from octavo.weights.gguf_config import config_of, family_of
 
 #: What a converter loses: Qwen2's windows, and that Qwen3-MoE may keep its shares as they are.
 LOST = ("qwen2 window", "qwen3 moe, shares as they are")
@@ -35,6 +41,16 @@ GRANTED: dict[str, dict[str, Any]] = {
         "layer_types": [*["sliding_attention"] * 5, "full_attention", "sliding_attention"],
     },
 }
+#: Besides those that a family's file has.
+OTHER_KEYS = {
+    *("attention.value_length", "attention.sliding_window", "attention.sliding_window_pattern"),
+    *("rope.dimension_count", "rope.scaling.type", "rope.scaling.factor", "rope.freq_base_swa"),
+    *("expert_count", "expert_used_count", "rope.scaling.original_context_length"),
+}
+ODD_VALUES: list[Any] = [
+    *(0, 1, 3, 63, 2**20, 2**31 - 1, 2**63, -1, 1.5, 0.0, float("nan"), float("inf"), 1e30, 1e-30),
+    *(True, False, "", "yarn", "linear", "longrope", [], [1], [2, 2, 2], [1, 2], [True] * 7),
+]
 CONVERTED = [name for name in FAMILIES if name not in LOST]
 
 
@@ -102,6 +118,31 @@ def test_experts_keep_the_format_of_their_stack(tmp_path: Path) -> None:
     assert len(formats) == 2 * 3
     assert set(formats.values()) == {Format.Q4M}
     assert not runner.checkpoint.notes
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("llama llama3 rope", "llama yarn rope", "mistral window", "mixtral", "qwen2", "qwen3", "qwen3 moe"),
+        *("smollm3", "phi3 longrope", "granite", "olmo2", "gemma2", "gemma3"),
+    ],
+)
+def test_any_value_of_any_key_makes_a_program_or_is_refused(family: str, tmp_path: Path) -> None:
+    path, _ = written(tmp_path, family)
+    file = GGUFFile.open(path)
+    architecture, metadata = file.metadata["general.architecture"], file.metadata
+    keys = {key.removeprefix(f"{architecture}.") for key in metadata if key.startswith(f"{architecture}.")}
+    refused = 0
+    for key in sorted(keys | OTHER_KEYS):
+        for value in ODD_VALUES:
+            file.metadata = metadata | {f"{architecture}.{key}": value}
+            b = ProgramBuilder(family, format_of=lambda parts: Format.F32, kv_dtype=DType.F32)
+            try:
+                config = config_of(file)
+                model_builder(family_of(file))(b, config, config["max_position_embeddings"])
+            except OctavoError:
+                refused += 1
+    assert refused > len(keys) * len(ODD_VALUES) / 3
 
 
 @pytest.mark.skipif(not library.available(), reason="the native library is not built")

@@ -276,8 +276,11 @@ def test_experts_are_the_matrices_of_a_stack(path: Path) -> None:
 
 
 def test_a_stack_of_another_shape_is_damage(path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"ffn_up_exps\.weight' of shape \[8, 64\] is no stack"):
-        write(path, extra={"blk.0.ffn_up_exps.weight": np.ones((8, 64), np.float32)})
+    with pytest.raises(CheckpointError, match=r"ffn_up_exps\.weight' of shape \[64\] is no stack"):
+        write(path, extra={"blk.0.ffn_up_exps.weight": np.ones(64, np.float32)})
+    checkpoint = write(path, extra={"blk.0.ffn_up_exps.weight": np.ones((8, 64), np.float32)})
+    with pytest.raises(CheckpointError, match=r"ffn_up_exps\.weight\[0\]' has shape \(64,\), but"):
+        checkpoint.rows(f"{LAYER}.mlp.experts.0.up_proj.weight", (8, 64))
 
 
 def test_nothing_is_read_after_close(path: Path) -> None:

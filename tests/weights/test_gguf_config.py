@@ -28,7 +28,7 @@ MOE = EXPERTS | {"expert_feed_forward_length": 48}
 GRANITE = {"logit_scale": 8.0}
 WINDOW = {"attention.sliding_window": 64}
 #: Metadata that an architecture can't be without.
-REQUIRED: dict[str, dict[str, Any]] = {"qwen3moe": MOE, "granite": GRANITE}
+REQUIRED: dict[str, dict[str, Any]] = {"qwen3moe": MOE, "granite": GRANITE, "gpt-oss": MOE | WINDOW}
 
 
 @pytest.fixture
@@ -61,6 +61,7 @@ def config_of(
         ("qwen3", {}, "qwen3"),
         ("qwen3moe", {}, "qwen3_moe"),
         ("smollm3", {}, "smollm3"),
+        ("gpt-oss", {}, "gpt_oss"),
         ("phi3", {}, "phi3"),
         ("granite", {}, "granite"),
         ("olmo2", {}, "olmo2"),
@@ -161,6 +162,10 @@ def test_factors_belong_to_the_config(path: Path) -> None:
     checkpoint.check_all_used(["model.embed_tokens.weight", *left])
 
 
+def test_yarn_of_gpt_oss_is_not_rounded(path: Path) -> None:
+    assert config_of(path, "gpt-oss", **YARN)["rope_parameters"]["truncate"] is False
+
+
 def test_gemma_3_has_two_ropes(path: Path) -> None:
     metadata = {"rope.freq_base": 1e6, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
     ropes = config_of(path, "gemma3", **metadata)["rope_parameters"]
@@ -181,6 +186,7 @@ def test_gemma_3_has_two_ropes(path: Path) -> None:
         ("gemma2", {}, 4096, [True, False] * 3 + [True]),
         ("gemma2", WINDOW, 64, [True, False] * 3 + [True]),
         ("gemma3", WINDOW, 64, [True] * 5 + [False, True]),
+        ("gpt-oss", WINDOW, 64, [True, False] * 3 + [True]),
         ("gemma3", WINDOW | {"attention.sliding_window_pattern": 3}, 64, [True, True, False] * 2 + [True]),
         ("gemma3", WINDOW | {"attention.sliding_window_pattern": [True, False] * 4}, 64,
          [True, False] * 3 + [True]),
@@ -307,6 +313,8 @@ def test_nonsense_is_named_by_its_key(path: Path, architecture: str, metadata: d
         ("qwen3moe", {"expert_count": None}, "expert_count"),
         ("qwen3moe", {"expert_feed_forward_length": None}, "expert_feed_forward_length"),
         ("granite", {"logit_scale": None}, "logit_scale"),
+        ("gpt-oss", {"attention.sliding_window": None}, "attention.sliding_window"),
+        ("gpt-oss", {"expert_feed_forward_length": None}, "expert_feed_forward_length"),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_named(path: Path, architecture: str, metadata: dict[str, Any], key: str) -> None:

@@ -20,6 +20,7 @@ MODULES = [
     "self_attn.q_norm",
     "self_attn.k_norm",
     "self_attn.o_proj",
+    "self_attn.sinks",
     "post_attention_layernorm",
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
@@ -28,6 +29,7 @@ MODULES = [
     "mlp.gate_up_proj",
     "mlp.down_proj",
     "mlp.gate",
+    "mlp.router",
     "block_sparse_moe.gate",
 ]
 

@@ -41,7 +41,7 @@ MAX_ARRAY_DEPTH = 4
 MAX_ARRAY_ELEMENTS = 1 << 24
 MAX_NAME_BYTES = 65535  # the specification's limit for keys
 MAX_DIMS = 4
-#: Matrices that stacks may be taken apart into, all together: the largest mixtures have some ten thousands.
+#: Parts that stacks may be taken apart into, all together: the largest mixtures have some ten thousands.
 MAX_UNSTACKED = 1 << 20
 
 #: ggml's type number -> (name, elements per block, bytes per block). A copy of what the gguf
@@ -177,17 +177,17 @@ class GGUFFile:
             self._mmap.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def unstack(self, names: Iterable[str]) -> None:
-        """Replace each of these tensors [N, rows, width] by its N matrices: name[0], name[1], ..."""
+        """Replace each of these tensors [N, ...] by its N matrices or vectors: name[0], name[1], ..."""
         left = MAX_UNSTACKED
         for name in names:
             info = self._info(name)
-            count = info.shape[0] if len(info.shape) == 3 else 0
+            count = info.shape[0] if len(info.shape) in (2, 3) else 0
             left -= count
             parts = [f"{name}[{index}]" for index in range(count if left >= 0 else 0)]
             if not parts or not self.tensors.keys().isdisjoint(parts):
                 raise CheckpointError(
-                    f"{self.path}: tensor {name!r} of shape {list(info.shape)} is no stack of matrices, has "
-                    f"them beside it, or makes them more than {MAX_UNSTACKED} in all"
+                    f"{self.path}: tensor {name!r} of shape {list(info.shape)} is no stack, has its parts "
+                    f"beside it, or makes them more than {MAX_UNSTACKED} in all"
                 )
             nbytes = info.nbytes // count
             for index, part in enumerate(parts):

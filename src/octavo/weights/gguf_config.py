@@ -319,6 +319,16 @@ def _qwen3_moe(metadata: _Metadata, config: Config) -> Config:
     return {**_experts(metadata), "moe_intermediate_size": width, "norm_topk_prob": True}
 
 
+def _gpt_oss(metadata: _Metadata, config: Config) -> Config:
+    """Windows are not left to a default, and yarn's range is not rounded, as the published configs say."""
+    metadata.count("attention.sliding_window")
+    return {
+        **_experts(metadata),
+        "intermediate_size": metadata.count("expert_feed_forward_length"),
+        "rope_parameters": config["rope_parameters"] | {"truncate": False},
+    }
+
+
 def _smollm3(metadata: _Metadata, config: Config) -> Config:
     return {"no_rope_layer_interval": 4}
 
@@ -369,6 +379,7 @@ _FAMILIES = {
     "qwen2": _Family("qwen2", _nothing),
     "qwen3": _Family("qwen3", _nothing),
     "qwen3moe": _Family("qwen3_moe", _qwen3_moe),
+    "gpt-oss": _Family("gpt_oss", _gpt_oss, window=0, pattern=2),
     "smollm3": _Family("smollm3", _smollm3),
     "phi3": _Family("phi3", _nothing, window=0),
     "granite": _Family("granite", _granite),

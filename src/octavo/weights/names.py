@@ -25,6 +25,7 @@ _LAYER = {
     "self_attn.qkv_proj": "attn_qkv",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.sinks": "attn_sinks",
     "self_attn.o_proj": "attn_output",
     "post_attention_layernorm": "ffn_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -34,11 +35,12 @@ _LAYER = {
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
 }
-#: Families that norm what attention gives back, before it is added. Others call so the norm after that.
-_NORMED_BACK = frozenset({"gemma2", "gemma3_text", "olmo2"})
-#: A layer's experts are stacked, [experts, rows, width].
+#: Families whose post_attention_layernorm GGUF calls so too.
+_POST_ATTENTION_NORM = frozenset({"gemma2", "gemma3_text", "olmo2", "gpt_oss"})
+#: A layer's experts are stacked: [experts, rows, width], biases [experts, rows].
 _EXPERT = {
     "gate_proj": "ffn_gate_exps",
     "up_proj": "ffn_up_exps",
@@ -49,15 +51,17 @@ _EXPERT = {
 }
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _EXPERT_NAME = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
-_STACK = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps\.weight")
+_STACK = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps\.(weight|bias)")
 #: Families whose q and k rows llama.cpp's converter interleaves.
 INTERLEAVED_FAMILIES = frozenset({"llama", "mistral", "mixtral", "smollm3", "granite"})
 
 
 def gguf_name(name: str, family: str) -> str:
     """The GGUF name of a tensor that Hugging Face calls `name` in models of `family` (its model_type);
-    KeyError if there is none. Of a stack of experts, matrix e is "<stack>[e]", see `GGUFFile.unstack`.
+    KeyError if there is none. What a stack holds of expert e is "<stack>[e]", see `GGUFFile.unstack`.
     """
+    if name.endswith(".sinks"):
+        name += ".weight"
     stem, _, kind = name.rpartition(".")
     if kind not in ("weight", "bias"):
         raise KeyError(name)
@@ -72,8 +76,9 @@ def gguf_name(name: str, family: str) -> str:
         return f"blk.{layer}.{_EXPERT[expert[2]]}.{kind}[{expert[1]}]"
     if module not in _LAYER:
         raise KeyError(name)
-    normed_back = module == "post_attention_layernorm" and family in _NORMED_BACK
-    return f"blk.{layer}.{'post_attention_norm' if normed_back else _LAYER[module]}.{kind}"
+    if module == "post_attention_layernorm" and family in _POST_ATTENTION_NORM:
+        return f"blk.{layer}.post_attention_norm.{kind}"
+    return f"blk.{layer}.{_LAYER[module]}.{kind}"
 
 
 def is_stack(name: str) -> bool:
