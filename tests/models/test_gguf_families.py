@@ -100,8 +100,8 @@ def test_greedy_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
     assert found == expected[0].tolist()
 
 
-@pytest.mark.parametrize("types", ["Q8_0", "Q4_1", "F16", "BF16", "mixed"])
-@pytest.mark.parametrize("family", ["mixtral", "qwen3 moe", "phi3", "gemma3"])
+@pytest.mark.parametrize("types", ["Q8_0", "Q4_1", "F16", "BF16", "MXFP4", "mixed"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3 moe", "gpt-oss", "phi3", "gemma3"])
 def test_stacks_and_fused_tensors_of_other_types(family: str, types: str, tmp_path: Path) -> None:
     """A stack's matrices are read where they lie in it. What is stacked here fits one format exactly."""
     mixed = {"gate_proj": "Q8_0", "down_proj": "Q4_0", "embed_tokens": "F16"}
@@ -124,7 +124,7 @@ def test_experts_keep_the_format_of_their_stack(tmp_path: Path) -> None:
     "family",
     [
         *("llama llama3 rope", "llama yarn rope", "mistral window", "mixtral", "qwen2", "qwen3", "qwen3 moe"),
-        *("smollm3", "phi3 longrope", "granite", "olmo2", "gemma2", "gemma3"),
+        *("gpt-oss", "smollm3", "phi3 longrope", "granite", "olmo2", "gemma2", "gemma3"),
     ],
 )
 def test_any_value_of_any_key_makes_a_program_or_is_refused(family: str, tmp_path: Path) -> None:

