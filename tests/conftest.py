@@ -1,4 +1,4 @@
-"""What several rooms' tests share: the real model, fetched once into the user's cache."""
+"""What several rooms' tests share: the real models, fetched once into the user's cache."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 import octavo.backends  # noqa: F401  before any test imports torch: it decides how threads wait
+from gemma3_file import fetch_gemma3
 from octavo.input.tokenizer import Tokenizer
 from octavo.weights.gguf import GGUFFile
 from octavo.weights.sources import resolve_model
@@ -23,6 +24,12 @@ def smollm2_path() -> Path:
     """SmolLM2-135M-Instruct as the catalog serves it."""
     cache_dir = os.environ.get("OCTAVO_CACHE_DIR") or Path.home() / ".cache" / "octavo"
     return resolve_model("smollm2-135m-instruct", Path(cache_dir), progress=False)
+
+
+@pytest.fixture(scope="session")
+def gemma3_path() -> Path:
+    """Gemma 3 270M, quantised as Q4_K_M."""
+    return fetch_gemma3()
 
 
 @pytest.fixture(scope="session")

@@ -99,10 +99,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def make_model(family: str, seed: int = 0) -> Any:
+def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
     kind, differences = FAMILIES[family]
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **{**SMALL, **differences})
+    config = AutoConfig.for_model(kind, **{**SMALL, **differences, **changes})
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}  # they take float64
     model = AutoModelForCausalLM.from_config(config, **eager).float().eval()
     with torch.no_grad():

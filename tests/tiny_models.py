@@ -12,6 +12,7 @@ as the file does, dequantised where they are quantised, so it is an oracle for t
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ import torch
 from gguf.quants import dequantize, quantize
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers
+
+from gguf_converter import encode_as, write_gguf
 
 #: GPT-2's alphabet: a printable character for each byte, printable bytes first.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -69,31 +72,21 @@ def make_llama_gguf(
     beyond has no text.
     """
     model = _random_llama(seed, config_overrides)
-    config = model.config
-    kind_of = quantization if callable(quantization) else lambda name: quantization
+    plain = encode_as(quantization)
+    index = itertools.count()
+
+    def encode(name: str, values: npt.NDArray[np.float32]) -> tuple[npt.NDArray[Any], Any]:
+        number = next(index)
+        try:
+            return plain(name, values)
+        except NotImplementedError:
+            of = quantization(name) if callable(quantization) else quantization
+            raw = random_blocks(of, *values.shape, std=float(values.std()), seed=number)
+            return raw, gguf.GGMLQuantizationType[of]
+
     path = directory / f"tiny-llama-{'mixed' if callable(quantization) else quantization.lower()}.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    _add_hyperparameters(writer, config)
-    _add_tokenizer(writer, config.vocab_size)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    with torch.no_grad():
-        for index, (name, parameter) in enumerate(model.named_parameters()):
-            values = parameter.numpy()
-            of = gguf.GGMLQuantizationType[kind_of(name) if values.ndim == 2 else "F32"]
-            try:
-                raw = quantize(values, of)
-            except NotImplementedError:
-                raw = random_blocks(of.name, *values.shape, std=float(values.std()), seed=index)
-            parameter.copy_(torch.from_numpy(dequantize(raw, of).reshape(values.shape)))
-            projection = name.split(".")[-2]
-            if projection in heads:
-                raw = interleave(raw, heads[projection])
-            writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), raw, raw_dtype=of)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    vocab_size = model.config.vocab_size
+    write_gguf(path, model, encode=encode, extend=lambda writer: _add_tokenizer(writer, vocab_size))
     return TinyModel(path, model.double())
 
 
@@ -161,13 +154,6 @@ def random_blocks(
     return blocks.reshape(rows, -1)
 
 
-def interleave(rows: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
-    """Rows of q or k in the order of llama.cpp's converter: `LlamaModel.permute` in
-    convert_hf_to_gguf.py."""
-    halves = rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, *rows.shape[1:])
-    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows.shape))
-
-
 def make_llama_directory(
     directory: Path, *, dtype: str = "float32", max_shard_size: str = "1GB", seed: int = 0, **overrides: Any
 ) -> TinyModel:
@@ -230,21 +216,6 @@ def _random_llama(seed: int, overrides: dict[str, Any]) -> Any:
             else:
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
     return model
-
-
-def _add_hyperparameters(writer: gguf.GGUFWriter, config: Any) -> None:
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:

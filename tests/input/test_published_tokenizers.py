@@ -8,6 +8,7 @@ import json
 import re
 import unicodedata
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,6 +88,18 @@ def test_text_survives_the_round_trip(name: str, text: str) -> None:
     ours = from_directory(name)
     expected = unicodedata.normalize("NFC", text) if name == "qwen3" else text
     assert ours.decode(ours.encode(text, add_special_tokens=False), skip_special_tokens=False) == expected
+
+
+def test_a_real_gemma_file_gives_the_ids_of_the_models_own(gemma3_path: Path) -> None:
+    """Its kind is "llama": pieces with scores instead of merges. It marks more tokens as special."""
+    with GGUFFile.open(gemma3_path) as file:
+        ours, theirs = Tokenizer.from_gguf(file.metadata), library("gemma3")
+    for text in strings([token.content for token in theirs.get_added_tokens_decoder().values()]):
+        ids = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, add_special_tokens=False) == ids, text
+        assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids, skip_special_tokens=False)
+    assert (ours.bos_id, ours.adds_bos) == (2, True)
+    assert ours.eos_ids == (1, 106)  # <eos>, and the <end_of_turn> that only chat formats write
 
 
 @pytest.mark.parametrize("name", ["llama2", "gemma3"])

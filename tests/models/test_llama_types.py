@@ -21,6 +21,7 @@ import pytest
 import torch
 from test_llama import predict, random_ids, tolerance
 
+from gguf_converter import interleave
 from octavo.backends.native import library
 from octavo.errors import CheckpointError
 from octavo.quantization.conversion import convert, dequantize
@@ -28,7 +29,7 @@ from octavo.quantization.formats import NATIVE_TYPES, STORED_TYPES, Format, comm
 from octavo.quantization.packing import unpack_groups
 from octavo.runner.model_runner import ModelRunner
 from octavo.weights.gguf import GGUFFile
-from tiny_models import NUM_TOKENS, TinyModel, interleave, make_llama_gguf
+from tiny_models import NUM_TOKENS, TinyModel, make_llama_gguf
 
 TYPES = [name for name in STORED_TYPES if name not in ("NVFP4", "Q1_0")]  # newer than our oldest gguf
 #: Rows of 256: a block of the K-quants.

@@ -159,8 +159,8 @@ def test_layers_that_would_be_left_out(tiny: TinyModel, tmp_path: Path) -> None:
 
 
 def test_biases_are_refused_not_left_out(tmp_path: Path) -> None:
-    biased = make_llama_gguf(tmp_path, attention_bias=True)
-    with pytest.raises(UnsupportedModelError, match=r"not served with: blk\.0\.attn_k\.bias, "):
+    biased = make_llama_gguf(tmp_path, mlp_bias=True)
+    with pytest.raises(UnsupportedModelError, match=r"not served with: blk\.0\.ffn_down\.bias, "):
         ModelRunner(biased.path, config())
 
 

@@ -97,6 +97,9 @@ def test_config(path: Path) -> None:
         "max_position_embeddings": 128,
         "vocab_size": 50,
         "tie_word_embeddings": True,
+        "attention_bias": False,
+        "sliding_window": None,
+        "layer_types": None,
     }
 
 
@@ -125,7 +128,7 @@ def test_missing_metadata_is_named(path: Path, key: str) -> None:
     [
         ("attention.head_count", 0),
         ("attention.head_count_kv", 0),
-        ("attention.head_count_kv", [2]),
+        ("attention.head_count_kv", [0]),
         ("attention.head_count", "four"),
         ("embedding_length", 0),
         ("block_count", 0),
@@ -243,17 +246,41 @@ def test_q_and_k_have_the_rows_of_their_heads(path: Path) -> None:
 
 
 def test_tensors_that_nobody_uses_are_refused_by_name(path: Path) -> None:
-    """llama.cpp keeps Llama 3's rope scaling in a tensor, and biases beside their weights."""
+    """A bias lies beside its weight."""
     names = ["model.embed_tokens.weight", Q, K, V]
     write(path).check_all_used(names)
-    extra = {"rope_freqs.weight": np.ones(8, np.float32), "blk.0.attn_q.bias": np.ones(64, np.float32)}
+    extra = {"blk.0.ffn_up.bias": np.ones(8, np.float32), "blk.0.attn_q.bias": np.ones(64, np.float32)}
     checkpoint = write(path, extra=extra)
     with pytest.raises(
-        UnsupportedModelError, match=r"'llama' models are not served with: blk\.0\.attn_q\.bias, rope_freqs"
+        UnsupportedModelError,
+        match=r"not served with: blk\.0\.attn_q\.bias, blk\.0\.ffn_up\.bias",
     ):
         checkpoint.check_all_used(names)
     with pytest.raises(UnsupportedModelError, match=r"served with: t0, t1, .*, t7 and 2 more$"):
         write(path, extra={f"t{i}": np.ones(1, np.float32) for i in range(10)}).check_all_used(names)
+
+
+def test_experts_are_the_matrices_of_a_stack(path: Path) -> None:
+    stack = np.arange(4 * 8 * 64, dtype=np.float32).reshape(4, 8, 64)
+    metadata = {"expert_count": 4, "expert_used_count": 2}
+    checkpoint = write(path, metadata=metadata, extra={"blk.0.ffn_gate_exps.weight": stack})
+    names = [f"{LAYER}.block_sparse_moe.experts.{e}.w1.weight" for e in range(5)]
+    for name, matrix in zip(names, stack, strict=False):
+        assert checkpoint.shape(name) == (8, 64)
+        assert np.array_equal(checkpoint.rows(name, (64, 64)).raw.view(np.float32), matrix)
+    with pytest.raises(CheckpointError, match=r"tensor 'blk\.0\.ffn_gate_exps\.weight\[4\]' is missing"):
+        checkpoint.shape(names[4])
+    used = ["model.embed_tokens.weight", Q, K, V, *names[:3]]
+    with pytest.raises(UnsupportedModelError, match=r"not served with: blk\.0\.ffn_gate_exps\.weight\[3\]$"):
+        checkpoint.check_all_used(used)
+
+
+def test_a_stack_of_another_shape_is_damage(path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"ffn_up_exps\.weight' of shape \[64\] is no stack"):
+        write(path, extra={"blk.0.ffn_up_exps.weight": np.ones(64, np.float32)})
+    checkpoint = write(path, extra={"blk.0.ffn_up_exps.weight": np.ones((8, 64), np.float32)})
+    with pytest.raises(CheckpointError, match=r"ffn_up_exps\.weight\[0\]' has shape \(64,\), but"):
+        checkpoint.rows(f"{LAYER}.mlp.experts.0.up_proj.weight", (8, 64))
 
 
 def test_nothing_is_read_after_close(path: Path) -> None:

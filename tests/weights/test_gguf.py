@@ -327,3 +327,40 @@ def test_damaged_files_raise_nothing_but_checkpoint_errors(tmp_path: Path, data:
                 assert file.raw(name).nbytes == file.tensors[name].nbytes
     except CheckpointError:
         pass
+
+
+@pytest.mark.parametrize(("kind", "name"), [(F32, "F32"), (Q8_0, "Q8_0")])
+def test_a_stack_is_taken_apart_into_views(tmp_path: Path, kind: int, name: str) -> None:
+    stack = np.random.default_rng(0).normal(size=(3, 2, 64)).astype(np.float32)
+    raw = quantize(stack, gguf.GGMLQuantizationType[name])
+    tensors = (Tensor("w", (64, 2, 3), kind), Tensor("v", (8,), F32, -(-raw.nbytes // 32) * 32))
+    data = raw.tobytes() + bytes(-raw.nbytes % 32) + bytes(32)
+    with GGUFFile.open(write_gguf(tmp_path / "x.gguf", tensors=tensors, data=data)) as file:
+        file.unstack(["w"])
+        assert sorted(file.tensors) == ["v", "w[0]", "w[1]", "w[2]"]
+        for index, matrix in enumerate(raw.view(np.uint8).reshape(3, 2, -1)):
+            assert file.tensors[f"w[{index}]"].shape == (2, 64)
+            assert file.tensors[f"w[{index}]"].type_name == name
+            assert np.array_equal(file.raw(f"w[{index}]"), matrix)
+            file.release(f"w[{index}]")
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        (Tensor("w", (8,)),),
+        (Tensor("w", (2, 2, 1, 2)),),
+        (Tensor("w", (1, 2, 2)), Tensor("w[1]", (2,), F32, 32)),
+        (Tensor("w", (1, 2, 4)),),  # one more than the test allows
+    ],
+)
+def test_what_is_no_stack_is_refused(
+    tmp_path: Path, tensors: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(octavo_gguf, "MAX_UNSTACKED", 3)
+    path = write_gguf(tmp_path / "x.gguf", tensors=tensors, data=bytes(64))
+    with (
+        GGUFFile.open(path) as file,
+        pytest.raises(CheckpointError, match=r"'w' of shape .* more than 3"),
+    ):
+        file.unstack(["w"])

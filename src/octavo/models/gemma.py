@@ -46,7 +46,7 @@ def build(b: ProgramBuilder, config: Config, max_model_len: int) -> Program:
             window=window,
             softcap=config.get("attn_logit_softcapping"),
             norm_q_k="head" if newer else None,
-            norm_offset=1.0,
+            norm_offset=_norm_offset(config),
             bias=bool(config.get("attention_bias")),
             output_bias=bool(config.get("attention_bias")),
         )
@@ -92,4 +92,9 @@ def _logits(b: ProgramBuilder, config: Config, x: Buf, embed: Weight) -> Buf:
 
 
 def _norm(b: ProgramBuilder, config: Config, name: str) -> Weight:
-    return b.weight(f"{name}.weight", (config["hidden_size"],), offset=1.0)
+    return b.weight(f"{name}.weight", (config["hidden_size"],), offset=_norm_offset(config))
+
+
+def _norm_offset(config: Config) -> float:
+    """What norms add to their weights: 1, unless the checkpoint's hold it already."""
+    return float(config.get("norm_offset", 1.0))

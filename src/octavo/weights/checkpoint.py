@@ -75,6 +75,29 @@ class TensorRows:
         return values if self.row_order is None else values[self.row_order]
 
 
+@dataclass(frozen=True, slots=True)
+class VectorInOrder:
+    """A vector whose elements a file keeps in another order, as one row of f32: a WeightRows too."""
+
+    stored: TensorRows
+
+    type_name = "F32"
+    row_order = None
+
+    @property
+    def raw(self) -> npt.NDArray[np.uint8]:
+        """uint8 [1, nbytes], in memory of its own."""
+        return self.dequantize().view(np.uint8)[None]
+
+    def release(self) -> None:
+        """Let go of the file's pages that were read."""
+        self.stored.release()
+
+    def dequantize(self) -> npt.NDArray[np.float32]:
+        """f32 [*shape], elements in output order."""
+        return self.stored.dequantize()
+
+
 class Checkpoint(abc.ABC):
     """A model on disk; `open_checkpoint` opens either kind.
 
@@ -124,7 +147,7 @@ class Checkpoint(abc.ABC):
                 self._converted[info.type_name, format_] += 1
         return format_
 
-    def rows(self, name: str, shape: tuple[int, ...]) -> TensorRows:
+    def rows(self, name: str, shape: tuple[int, ...]) -> TensorRows | VectorInOrder:
         """A tensor whose rows are as wide as `shape` says."""
         file, info = self._place(name)
         if info.shape[1:] != shape[1:]:
@@ -138,7 +161,8 @@ class Checkpoint(abc.ABC):
                 f"{self.path.name}: tensor {info.name!r} has {info.shape[0]} rows, but the model's "
                 f"hyperparameters make it {len(order)}"
             )
-        return TensorRows(file, info.name, order)
+        rows = TensorRows(file, info.name, order)
+        return rows if order is None or len(info.shape) > 1 else VectorInOrder(rows)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, rows first."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,8 @@ MAX_ARRAY_ELEMENTS = 1 << 24
 MAX_KEY_BYTES = 65535  # the specification's limit
 MAX_TENSOR_NAME_BYTES = 1024  # the specification has 64
 MAX_DIMS = 4
+#: Parts that stacks may be taken apart into, all together: the largest mixtures have some ten thousands.
+MAX_UNSTACKED = 1 << 20
 
 #: ggml's type number -> (name, elements per block, bytes per block). A copy of what the gguf
 #: package knows, since importing that package takes longer than reading a header.
@@ -174,6 +176,25 @@ class GGUFFile:
         begin, end = -(-info.offset // page) * page, (info.offset + info.nbytes) // page * page
         if self._bytes is not None and begin < end and hasattr(self._mmap, "madvise"):
             self._mmap.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+    def unstack(self, names: Iterable[str]) -> None:
+        """Replace each of these tensors [N, ...] by its N matrices or vectors: name[0], name[1], ..."""
+        left = MAX_UNSTACKED
+        for name in names:
+            info = self._info(name)
+            count = info.shape[0] if len(info.shape) in (2, 3) else 0
+            left -= count
+            parts = [f"{name}[{index}]" for index in range(count if left >= 0 else 0)]
+            if not parts or not self.tensors.keys().isdisjoint(parts):
+                raise CheckpointError(
+                    f"{self.path}: tensor {name!r} of shape {list(info.shape)} is no stack, has its parts "
+                    f"beside it, or makes them more than {MAX_UNSTACKED} in all"
+                )
+            nbytes = info.nbytes // count
+            for index, part in enumerate(parts):
+                offset = info.offset + index * nbytes
+                self.tensors[part] = TensorInfo(part, info.shape[1:], info.type_name, offset, nbytes)
+            del self.tensors[name]
 
     def close(self) -> None:
         """Let go of the file. Views handed out by `raw` keep the mapping alive for themselves."""
