@@ -29,7 +29,8 @@ def is_lfs(name: str) -> bool:
 
 
 class HubServer:
-    """Both hubs at `url`. refuse: what is answered instead of a repository, as (status, headers)."""
+    """Both hubs at `url`. refuse and refuse_files: what is answered instead of a repository's list, or of its
+    files, as (status, headers)."""
 
     def __init__(self) -> None:
         self.repos: dict[str, dict[str, bytes]] = {}
@@ -38,6 +39,7 @@ class HubServer:
         self.corrupt: set[str] = set()
         self.ignores_ranges = False
         self.refuse: dict[str, tuple[int, dict[str, str]]] = {}
+        self.refuse_files: dict[str, tuple[int, dict[str, str]]] = {}
         self.requests: list[tuple[str, str, str | None]] = []
         self.authorisations: list[str | None] = []
         hub = self
@@ -156,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
             return
         etag = hashlib.sha256(data).hexdigest() if is_lfs(name) else git_sha1(data)
-        self._send_file(name, data, {"ETag": f'"{etag}"', "X-Repo-Commit": hub.commit(repo)})
+        self._send_file(repo, name, {"ETag": f'"{etag}"', "X-Repo-Commit": hub.commit(repo)})
 
     # -- ModelScope -------------------------------------------------------------------------------
 
@@ -173,14 +175,19 @@ class _Handler(BaseHTTPRequestHandler):
                 entries.append({"Path": name, "Type": "blob", "Size": len(data), "Sha256": sha256})
             self._send_json({"Code": 200, "Success": True, "Data": {"Files": entries}})
         elif rest == ["repo"] and query.get("FilePath") in hub.repos[repo]:
-            self._send_file(query["FilePath"], hub.repos[repo][query["FilePath"]], {})
+            self._send_file(repo, query["FilePath"], {})
         else:
             self._send(404, b"{}")
 
     # -- answers ----------------------------------------------------------------------------------
 
-    def _send_file(self, name: str, data: bytes, headers: dict[str, str]) -> None:
+    def _send_file(self, repo: str, name: str, headers: dict[str, str]) -> None:
         hub = self.server_hub
+        if repo in hub.refuse_files:
+            refusal, more = hub.refuse_files[repo]
+            self._send(refusal, b"{}", more)
+            return
+        data = hub.repos[repo][name]
         if name in hub.corrupt:
             data = data[:-1] + bytes([data[-1] ^ 1])
         status, start = 200, 0

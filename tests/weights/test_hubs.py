@@ -9,6 +9,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -185,6 +186,15 @@ class TestBothHubs:
         hub.refuse[REPO] = (status, {"X-Error-Code": "GatedRepo"})
         token = {"hf": "HF_TOKEN", "modelscope": "MODELSCOPE_API_TOKEN"}[kind]
         with pytest.raises(DownloadError, match=rf"accept its (licence|terms) at {hub.url}/.*{token}"):
+            get(f"{kind}:{REPO}")
+
+    @pytest.mark.parametrize("status", [401, 403])
+    def test_gated_files_of_a_repository_that_can_be_listed(
+        self, kind: str, hub: HubServer, get: Callable[..., Path], status: int
+    ) -> None:
+        hub.add(REPO, repository(os.urandom))
+        hub.refuse_files[REPO] = (status, {"X-Error-Code": "GatedRepo"})
+        with pytest.raises(DownloadError, match=rf"accept its (licence|terms) at {hub.url}/"):
             get(f"{kind}:{REPO}")
 
     def test_a_hub_in_trouble(self, kind: str, hub: HubServer, get: Callable[..., Path]) -> None:
@@ -388,6 +398,13 @@ class TestModelScope:
         files = repository(os.urandom)
         hub.add(REPO, files)
         assert files_of(get(f"modelscope:{REPO}")).items() >= {name: files[name] for name in NEEDED}.items()
+
+    def test_several_at_once_fetch_once(self, hub: HubServer, get: Callable[..., Path]) -> None:
+        hub.add(REPO, repository(os.urandom))
+        with ThreadPoolExecutor(3) as pool:
+            paths = set(pool.map(get, [f"modelscope:{REPO}"] * 3))
+        assert len(paths) == 1
+        assert sorted(hub.fetched()) == sorted(NEEDED)
 
     def test_a_longer_file_than_listed_is_not_written_to_the_end(
         self, hub: HubServer, get: Callable[..., Path], monkeypatch: pytest.MonkeyPatch

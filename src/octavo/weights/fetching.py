@@ -63,14 +63,18 @@ def progress_bar(description: str, total: int, *, enabled: bool) -> Iterator[Cal
 
 
 def check_room(folder: Path, nbytes: int, what: str) -> None:
-    """Raise DownloadError if the disk of `folder`, or of the nearest parent there is, lacks the room."""
+    """Raise DownloadError if the disk of `folder` lacks the room."""
+    if lack := lack_of_room(folder, nbytes):
+        raise DownloadError(f"{what} {lack}; free some space or choose another cache directory")
+
+
+def lack_of_room(folder: Path, nbytes: int) -> str:
+    """What is lacking on the disk of `folder`, or of the nearest parent there is; "" if nothing is."""
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
-    if nbytes and free < nbytes + _SPARE_BYTES:
-        raise DownloadError(
-            f"{what} needs {nbytes / 1e9:.2f} GB more under {folder}, but {free / 1e9:.2f} GB are free "
-            "there; free some space or choose another cache directory"
-        )
+    if not nbytes or free >= nbytes + _SPARE_BYTES:
+        return ""
+    return f"needs {nbytes / 1e9:.2f} GB more under {folder}, but {free / 1e9:.2f} GB are free there"
 
 
 def sha256_of(path: Path) -> str:

@@ -73,6 +73,11 @@ def is_safe(name: str) -> bool:
     return _SAFE.fullmatch(name) is not None
 
 
+def is_beside(name: str) -> bool:
+    """Whether a repository's file says something that weights and config.json leave open."""
+    return is_safe(name) and _BESIDES.fullmatch(name) is not None
+
+
 def choose_files(names: Collection[str], hub_id: HubId) -> Choice:
     """The files of a repository that make up the model; UnsupportedModelError says what is there instead."""
     safe = sorted(filter(is_safe, names))
@@ -81,7 +86,7 @@ def choose_files(names: Collection[str], hub_id: HubId) -> Choice:
         return _choose_gguf(_named(ggufs, hub_id.file), ggufs, hub_id)
     weights = _safetensors(safe)
     if CONFIG in safe and weights:
-        return Choice((CONFIG, *weights, *(name for name in safe if _BESIDES.fullmatch(name))))
+        return Choice((CONFIG, *weights, *filter(is_beside, safe)))
     if ggufs:
         return _choose_gguf(ggufs, ggufs, hub_id)
     pickles = [name for name in safe if name.lower().endswith(_PICKLES)]
