@@ -85,7 +85,7 @@ def test_quantising_says_how_much_was_lost(tmp_path: Path) -> None:
     assert "proj.weight)" in lines["worst"]
     assert "0." in lines["mean"]
     assert "MB" in lines["before"]
-    assert "MB in 1 files" in lines["after"]
+    assert "files: 1" in lines["after"]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from octavo.quantization.pack_quantized import pack_rows
 from octavo.weights import convert as conversion
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.convert import Report, convert
+from octavo.weights.convert_gguf import open_gguf
 from octavo.weights.convert_sources import Source, open_directory
 from tiny_models import TinyModel, make_llama_directory
 
@@ -412,3 +413,77 @@ def test_a_full_disk_is_seen_before_anything_is_written(
     with pytest.raises(ModelLoadError, match=r"needs 0.00 GB more under .*free some space"):
         convert_from(tiny.path, tmp_path / "out", dtype="float16")
     assert not (tmp_path / "out").exists()
+
+
+# -- GGUF ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class StubRows:
+    """A stored tensor: F32, its rows in another order."""
+
+    raw: np.ndarray
+    row_order: np.ndarray | None = None
+    type_name: str = "F32"
+
+
+class StubCheckpoint:
+    """What `open_gguf` asks of a GGUF file's checkpoint."""
+
+    def __init__(self, path: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+        self.path = path
+        self.config = config
+        self.tensors = tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.tensors[name].shape
+
+    def rows(self, name: str, shape: tuple[int, ...]) -> StubRows:
+        return StubRows(self.tensors[name].reshape(-1, shape[-1]).view(np.uint8))
+
+
+def gguf_source(tmp_path: Path, tensors: dict[str, np.ndarray], **config: Any) -> Source:
+    (tmp_path / "x.gguf").touch()
+    sizes = {"head_dim": 16, "rotary_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    checkpoint: Any = StubCheckpoint(tmp_path / "x.gguf", sizes | config, tensors)
+    return open_gguf(checkpoint, list(tensors), {"tokenizer.json": "{}"}, bos_id=1, eos_ids=(2, 3))
+
+
+def test_norms_that_hold_their_1_are_written_without_it(tmp_path: Path) -> None:
+    values = {
+        "model.norm.weight": np.array([1.5, 0.5], np.float32),
+        "lm_head.weight": np.ones((2, 2), np.float32),
+    }
+    local = {"rope_type": "default", "rope_theta": 1e4}
+    far = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    rope = {"full_attention": far, "sliding_attention": local}
+    source = gguf_source(tmp_path, values, model_type="gemma3_text", norm_offset=0.0, rope_parameters=rope)
+    convert(source, tmp_path / "out")
+    read = loaded(tmp_path / "out")
+    assert read["model.norm.weight"].tolist() == [0.5, -0.5]
+    assert read["lm_head.weight"].tolist() == [[1, 1], [1, 1]]
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "rope_parameters": rope,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "bos_token_id": 1,
+        "eos_token_id": [2, 3],
+        "torch_dtype": "float32",
+    }
+
+
+def test_a_part_that_is_rotated_is_said(tmp_path: Path) -> None:
+    config = gguf_source(tmp_path, {}, model_type="phi3", rotary_dim=12).config
+    assert config["partial_rotary_factor"] == config["rope_parameters"]["partial_rotary_factor"] == 0.75
+    assert "rotary_dim" not in config
+
+
+def test_families_that_are_not_known_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=r"x\.gguf: 'starcoder' models are not converted from GGUF"
+    ):
+        gguf_source(tmp_path, {}, model_type="starcoder")

@@ -74,7 +74,7 @@ def _table(report: Report) -> Table:
     before, after = report.nbytes_before, report.nbytes_after
     rows = [
         ("before", f"{before / 1e6:,.1f} MB"),
-        ("after", f"{after / 1e6:,.1f} MB in {report.num_files} files ({after / before:.0%})"),
+        ("after", f"{after / 1e6:,.1f} MB ({after / before:.0%}), files: {report.num_files}"),
         ("tensors", f"{report.num_tensors}, of which {len(report.errors)} quantised"),
     ]
     if report.errors:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from octavo.errors import UnsupportedModelError
-from octavo.quantization.conversion import dequantize
-from octavo.weights.checkpoint import Checkpoint, TensorRows
+from octavo.quantization.conversion import StoredRows, dequantize
+from octavo.weights.checkpoint import Checkpoint
 from octavo.weights.convert_sources import Source
 
 #: The class that Hugging Face's library has for a family: other programs choose theirs by it.
@@ -28,6 +29,7 @@ _CLASSES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
@@ -38,11 +40,13 @@ _FLOATS = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class DequantizedTensor:
-    """A tensor of a GGUF file: quantised types are handed out as f32 and kept as f16."""
+    """A tensor of a GGUF file: quantised types are handed out as f32 and kept as f16. offset: added to
+    its elements."""
 
     name: str
     shape: tuple[int, ...]
-    rows: TensorRows
+    rows: StoredRows
+    offset: float = 0.0
 
     @property
     def dtype(self) -> str:
@@ -58,7 +62,8 @@ class DequantizedTensor:
         """See SourceTensor."""
         raw, order = self.rows.raw, self.rows.row_order
         some = raw[start:stop] if order is None else raw[order[start:stop]]
-        return dequantize(some, self.rows.type_name).view(np.uint8)
+        values = dequantize(some, self.rows.type_name)
+        return (values + np.float32(self.offset) if self.offset else values).view(np.uint8)
 
 
 def open_gguf(
@@ -73,40 +78,52 @@ def open_gguf(
 
     Raises UnsupportedModelError for a family whose config can't be written.
     """
+    config = dict(checkpoint.config)
+    # Gemma's norms add 1 to their weights, llama.cpp's converter adds it to what it writes.
+    offset = config.pop("norm_offset", 1.0) - 1.0
     tensors = []
     for name in names:
         shape = checkpoint.shape(name)
-        tensors.append(DequantizedTensor(name, shape, checkpoint.rows(name, shape)))
+        of_norm = len(shape) == 1 and name.endswith("norm.weight")
+        rows = checkpoint.rows(name, shape)
+        tensors.append(DequantizedTensor(name, shape, rows, offset if of_norm else 0.0))
     return Source(
         path=checkpoint.path,
-        config=_config(checkpoint, bos_id, eos_ids),
+        config=_config(checkpoint.path, config, bos_id, eos_ids),
         tensors=tensors,
         files=files,
         nbytes=checkpoint.path.stat().st_size,
     )
 
 
-def _config(checkpoint: Checkpoint, bos_id: int | None, eos_ids: tuple[int, ...]) -> dict[str, Any]:
-    config = dict(checkpoint.config)
+def _config(
+    path: Path, config: dict[str, Any], bos_id: int | None, eos_ids: tuple[int, ...]
+) -> dict[str, Any]:
+    """config.json of both spellings: versions 4 and 5 of transformers say differently how to rotate."""
     family = config["model_type"]
     if family not in _CLASSES:
         raise UnsupportedModelError(
-            f"{checkpoint.path.name}: {family!r} models are not converted from GGUF; those of "
+            f"{path.name}: {family!r} models are not converted from GGUF; those of "
             f"{', '.join(sorted(_CLASSES))} are"
         )
-    rotated = config.pop("rotary_dim")
+    partial = config.pop("rotary_dim") / config["head_dim"]
     rope = dict(config["rope_parameters"])
-    if "rope_theta" in rope:  # one for all layers; version 4 of transformers has it on its own
-        config["rope_theta"] = rope["rope_theta"]
-        if rotated != config["head_dim"]:
-            rope["partial_rotary_factor"] = config["partial_rotary_factor"] = rotated / config["head_dim"]
-        if rope.get("rope_type", "default") != "default":
-            config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
-        config["rope_parameters"] = rope
-    ends = {"eos_token_id": eos_ids[0] if len(eos_ids) == 1 else list(eos_ids)} if eos_ids else {}
+    if "full_attention" in rope:  # layers of two kinds
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        whole = rope["full_attention"]
+    else:
+        whole = rope
+        if partial != 1:
+            config["partial_rotary_factor"] = rope["partial_rotary_factor"] = partial
+    config["rope_parameters"] = rope
+    config["rope_theta"] = whole["rope_theta"]
+    if whole["rope_type"] != "default":
+        config["rope_scaling"] = {key: value for key, value in whole.items() if key != "rope_theta"}
+    if family == "qwen3_moe":
+        config["num_experts"] = config["num_local_experts"]
     return {
         "architectures": [_CLASSES[family]],
         **config,
         "bos_token_id": bos_id,
-        **(ends or {"eos_token_id": None}),
+        "eos_token_id": (eos_ids[0] if len(eos_ids) == 1 else list(eos_ids)) if eos_ids else None,
     }

@@ -1,9 +1,8 @@
 """Weights that PyTorch pickled, opened without running what a pickle may hold.
 
 Rule: torch.load(weights_only=True) and nothing else. It builds tensors and plain containers, and refuses
-whatever else a pickle asks for. Files are mapped where their kind allows it, so that only the rows being
-converted are in memory; the oldest kind (before PyTorch 1.6) is read whole, a file at a time being left
-to the system to keep or drop.
+whatever else a pickle asks for. Files are mapped, so that only the rows being converted need memory; the
+oldest kind (before PyTorch 1.6) can't be, and is read whole.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Fetches models from Hugging Face's hub, into the cache that its own library keeps.
 
 Rule: the library moves the bytes, so that its cache, mirrors, tokens and proxies work as its users know
-them; what it brought is then checked against the hashes that the hub states, since over plain HTTP the
-library compares sizes alone. Files that were in the cache before are taken as they are.
+them; what it brought is then checked against the hashes that the hub states, since over HTTP the library
+compares sizes alone. Files that were in the cache before are taken as they are: other programs put them
+there too.
 """
 
 from __future__ import annotations
@@ -82,8 +83,12 @@ def _fetch(hub_id: HubId, info: ModelInfo, *, progress: bool) -> Fetched:
         )
     if folder.name != info.sha:
         raise DownloadError(f"{hub_id} changed on the hub while it was fetched; run the same command again")
-    for sibling in new:
-        _verify(hub_id, folder / sibling.rfilename, sibling)
+    wrong = [text for sibling in new if (text := _mismatch(folder / sibling.rfilename, sibling))]
+    if wrong:
+        raise DownloadError(
+            f"what came of {hub_id} is not what the hub names: {'; '.join(wrong)}. It was deleted. Try "
+            "again; if it stays so, a mirror or proxy serves something else"
+        )
     licence = info.card_data.get("license") if info.card_data is not None else None
     return _fetched(folder, choice, licence if isinstance(licence, str) else "")
 
@@ -114,23 +119,21 @@ def _is_cached(hub_id: HubId, name: str, commit: str | None) -> bool:
     return isinstance(huggingface_hub.try_to_load_from_cache(hub_id.repo, name, revision=commit), str)
 
 
-def _verify(hub_id: HubId, path: Path, sibling: RepoSibling) -> None:
-    """Compare a file with its SHA-256 or, where git keeps it, with git's name for its content."""
+def _mismatch(path: Path, sibling: RepoSibling) -> str:
+    """Compare a file with its SHA-256 or, where git keeps it, with git's name for its content. "" if they
+    are equal; else the file is deleted, and this says what differs."""
     if sibling.lfs is not None:
         expected, got = sibling.lfs.sha256, sha256_of(path)
     elif sibling.blob_id is not None:
         data = path.read_bytes()
         expected, got = sibling.blob_id, hashlib.sha1(b"blob %d\0%s" % (len(data), data)).hexdigest()
     else:
-        return
-    if got != expected:
-        path.resolve().unlink()
-        path.unlink(missing_ok=True)
-        raise DownloadError(
-            f"{sibling.rfilename} of {hub_id} is not the file that the hub names: its hash is {got}, "
-            f"expected {expected}. It was deleted. Try again; if it stays so, a mirror or proxy serves "
-            "something else"
-        )
+        return ""
+    if got == expected:
+        return ""
+    path.resolve().unlink()
+    path.unlink(missing_ok=True)
+    return f"{sibling.rfilename} has the hash {got}, expected {expected}"
 
 
 def _blobs(hub_id: HubId) -> Path:

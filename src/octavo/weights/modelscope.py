@@ -22,12 +22,12 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import httpx
 
 from octavo.config import env
-from octavo.errors import CheckpointError, DownloadError, ModelNotFoundError
+from octavo.errors import CheckpointError, ConfigError, DownloadError, ModelNotFoundError
 from octavo.weights.fetching import Fetched, check_room, locked, progress_bar, sha256_of
 from octavo.weights.hub import Choice, HubId, cached_choice, choose_files, is_safe
 from octavo.weights.safetensors_checkpoint import read_json_object
@@ -90,21 +90,15 @@ def fetch_from_modelscope(hub_id: HubId, cache_dir: Path, *, progress: bool, off
 def _client() -> httpx.Client:
     endpoint = env.foreign("MODELSCOPE_ENDPOINT") or ENDPOINT
     token = env.foreign("MODELSCOPE_API_TOKEN")
-    # As its own client does: older paths of the API look at the cookie. httpx sends neither to another host.
-    return httpx.Client(
-        base_url=endpoint,
-        headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {}),
-        cookies=_session_cookie(token, endpoint),
-        timeout=_TIMEOUT_SECONDS,
-        follow_redirects=True,
-    )
-
-
-def _session_cookie(token: str | None, endpoint: str) -> httpx.Cookies:
-    cookies = httpx.Cookies()
-    if token:
-        cookies.set("m_session_id", token, domain=urlsplit(endpoint).hostname or "")
-    return cookies
+    try:
+        client = httpx.Client(base_url=endpoint, timeout=_TIMEOUT_SECONDS, follow_redirects=True)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"MODELSCOPE_ENDPOINT is {endpoint[:200]!r}, which is no URL: {error}") from error
+    client.headers["Accept-Encoding"] = "identity"
+    if token:  # both, as its own client does: some paths look at the one. httpx keeps them from other hosts.
+        client.headers["Authorization"] = f"Bearer {token}"
+        client.cookies.set("m_session_id", token, domain=client.base_url.host)
+    return client
 
 
 def _list(client: httpx.Client, hub_id: HubId, revision: str) -> dict[str, RemoteFile]:
@@ -221,6 +215,8 @@ def _download(
                 raise _unreachable(client, hub_id, error) from error
             logger.warning("fetching %s broke off (%r); going on in a moment", name, error)
             time.sleep(_RETRY_SECONDS)
+        except httpx.HTTPError as error:
+            raise _unreachable(client, hub_id, error) from error
         else:
             if part.stat().st_size < size:
                 break  # a sound answer, and a short one: the caller sees that the size is wrong
