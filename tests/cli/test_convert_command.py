@@ -94,6 +94,7 @@ def test_quantising_says_how_much_was_lost(tmp_path: Path) -> None:
         (["/nowhere", "{out}"], "no file '/nowhere'"),
         (["{gguf}", "{gguf}"], "is there already, and nothing is replaced"),
         (["{gguf}", "{out}", "--quantization", "int5"], "it must be one of none, int4, int8"),
+        (["o/never-fetched", "{out}", "--dtype", "int8"], "it must be one of auto, float16"),
         (["{gguf}"], "OUT"),
     ],
 )

@@ -275,6 +275,17 @@ def test_pieces_make_no_difference(tiny: TinyModel, tmp_path: Path, monkeypatch:
     assert_equal(loaded(tmp_path / "whole"), loaded(tmp_path / "pieces"))
 
 
+def test_an_index_that_differs_from_its_files_is_refused(tmp_path: Path) -> None:
+    tiny = make_llama_directory(tmp_path / "tiny", max_shard_size="50KB")
+    convert_from(tiny.path, tmp_path / "sound", dtype="float16")
+    file = tiny.path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    del index["weight_map"]["model.norm.weight"]
+    file.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="do not list the same tensors"):
+        convert_from(tiny.path, tmp_path / "out", dtype="float16")
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_transformers_runs_it_through_compressed_tensors(
     tiny: TinyModel, tmp_path: Path, quantization: str
@@ -398,8 +409,9 @@ def test_what_would_change_nothing_is_refused(tiny: TinyModel, tmp_path: Path) -
     again = dataclasses.replace(
         source, config=source.config | {"quantization_config": {"quant_method": "gptq"}}
     )
-    with pytest.raises(UnsupportedModelError, match="is quantised already"):
-        convert(again, tmp_path / "out", quantization="int4")
+    for options in ({"quantization": "int4"}, {"dtype": "float16"}):
+        with pytest.raises(UnsupportedModelError, match="is quantised already"):
+            convert(again, tmp_path / "out", **options)
     nothing = dataclasses.replace(source, tensors=[t for t in source.tensors if not is_quantised(t.name)])
     with pytest.raises(UnsupportedModelError, match="has no matrix that would be quantised"):
         convert(nothing, tmp_path / "out", quantization="int4")
@@ -472,6 +484,7 @@ def test_norms_that_hold_their_1_are_written_without_it(tmp_path: Path) -> None:
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         "bos_token_id": 1,
         "eos_token_id": [2, 3],
+        "pad_token_id": None,
         "torch_dtype": "float32",
     }
 

@@ -35,6 +35,7 @@ def convert(
     """
     from octavo.weights import convert as conversion
 
+    conversion.check_request(out, quantization, dtype)
     report = conversion.convert(_open(source), out, quantization=quantization, dtype=dtype, progress=True)
     console().print(_table(report))
     print(out.absolute())

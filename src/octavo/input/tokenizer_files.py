@@ -1,8 +1,8 @@
 """A tokenizer as the files of a Hugging Face model directory.
 
 Rule: what is written reads back, here and in other programs, as a tokenizer that gives the same ids for
-the same text. Where a file keeps its own way of decoding to itself, the way that its bytes follow is
-written out.
+the same text, and the same text for the same ids. GGUF leaves decoding and the adding of BOS to the
+program; here both are written out.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from octavo.errors import CheckpointError, ConfigError, ModelLoadError, UnsupportedModelError
 from octavo.quantization.conversion import dequantize
 from octavo.quantization.formats import GROUP
-from octavo.quantization.pack_quantized import BITS, PackedRows, pack_rows, quantization_config
+from octavo.quantization.pack_quantized import BITS, pack_rows, quantization_config
 from octavo.weights.convert_sources import Source, SourceTensor, num_rows
 from octavo.weights.fetching import lack_of_room, progress_bar
 from octavo.weights.safetensors_checkpoint import CONFIG
@@ -93,7 +93,9 @@ def convert(
     progress: show a bar on standard error. Raises ConfigError for what makes no sense, ModelLoadError for
     what can't be converted or written.
     """
-    bits = _check(source, out, quantization, dtype)
+    check_request(out, quantization, dtype)
+    _check_source(source, quantization, dtype)
+    bits = BITS.get(quantization, 0)
     jobs = [_job(tensor, bits, dtype) for tensor in source.tensors]
     if bits and not any(job.bits for job in jobs):
         raise UnsupportedModelError(
@@ -119,8 +121,8 @@ def convert(
     return report
 
 
-def _check(source: Source, out: Path, quantization: str, dtype: str) -> int:
-    """Bits to quantise to, 0 for none; an error for what makes no sense."""
+def check_request(out: Path, quantization: str, dtype: str) -> None:
+    """Raise ConfigError for what can be seen to make no sense before a source is opened, or fetched."""
     if quantization not in QUANTIZATIONS:
         raise ConfigError(f"--quantization is {quantization!r}; it must be one of {', '.join(QUANTIZATIONS)}")
     if dtype not in ("auto", *DTYPES):
@@ -129,16 +131,19 @@ def _check(source: Source, out: Path, quantization: str, dtype: str) -> int:
         raise ConfigError(
             f"{out} is there already, and nothing is replaced; remove it or choose another name"
         )
-    if source.is_safetensors and quantization == "none" and dtype == "auto":
+
+
+def _check_source(source: Source, quantization: str, dtype: str) -> None:
+    changes = (quantization, dtype) != ("none", "auto")
+    if source.is_safetensors and not changes:
         raise ConfigError(
             f"{source.path} is in safetensors already; say what to change, with --quantization or --dtype"
         )
-    if quantization != "none" and source.config.get("quantization_config"):
+    if changes and source.config.get("quantization_config"):
         raise UnsupportedModelError(
-            f"{source.path} is quantised already (quantization_config in its {CONFIG}); quantise the model "
+            f"{source.path} is quantised already (quantization_config in its {CONFIG}); convert the model "
             "that it was made from"
         )
-    return BITS.get(quantization, 0)
 
 
 def _job(tensor: SourceTensor, bits: int, dtype: str) -> _Job:
@@ -172,18 +177,14 @@ def _write(job: _Job, writer: SafetensorsWriter, report: Report) -> None:
                 writer.append(name, _cast(raw, tensor.dtype, job.dtype))
                 continue
             packed = pack_rows(_as_f32(raw, tensor.dtype), job.bits)
-            _append(writer, name, packed)
+            writer.append(f"{name}_packed", packed.packed)
+            writer.append(f"{name}_scale", packed.scale)
             error, norm = error + packed.squared_error, norm + packed.squared_norm
     except CheckpointError as problem:
         raise CheckpointError(f"tensor {name!r} can't be converted: {problem}") from problem
     if job.bits:
         writer.append(f"{name}_shape", np.array(tensor.shape, dtype="<i8"))
         report.errors[name] = (error / norm) ** 0.5 if norm else 0.0
-
-
-def _append(writer: SafetensorsWriter, name: str, packed: PackedRows) -> None:
-    writer.append(f"{name}_packed", packed.packed)
-    writer.append(f"{name}_scale", packed.scale)
 
 
 def _as_f32(raw: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[np.float32]:
@@ -204,7 +205,7 @@ def _cast(raw: npt.NDArray[np.uint8], dtype: str, wanted: str) -> npt.NDArray[An
         overflows = (cast & 0x7FFF) == 0x7F80
     else:
         with np.errstate(over="ignore"):
-            cast = values.astype({"F16": np.float16, "F32": np.float32, "F64": np.float64}[wanted])
+            cast = values.astype({"F16": np.float16, "F32": np.float32}[wanted])
         overflows = np.isinf(cast)
     finite = np.isfinite(raw.view(np.float64)) if dtype == "F64" else np.isfinite(values)
     if (overflows & finite).any():
@@ -228,10 +229,8 @@ def _config(config: dict[str, Any], jobs: list[_Job], bits: int, dtype: str) -> 
     if dtype != "auto":
         written[key] = dtype
     elif key not in config:
-        floats = [
-            job.dtype for job in jobs if not job.bits and job.dtype in _NAMES and len(job.tensor.shape) > 1
-        ]
-        written[key] = _NAMES[floats[0]] if floats else "float16"
+        matrices = [job.dtype for job in jobs if not job.bits and len(job.tensor.shape) > 1]
+        written[key] = next((_NAMES[dtype] for dtype in matrices if dtype in _NAMES), "float16")
     if bits:
         kept = [job.tensor.name for job in jobs if not job.bits and len(job.tensor.shape) == 2]
         modules = [name.removesuffix(".weight") for name in kept if name.endswith(".weight")]

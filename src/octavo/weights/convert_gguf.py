@@ -126,4 +126,5 @@ def _config(
         **config,
         "bos_token_id": bos_id,
         "eos_token_id": (eos_ids[0] if len(eos_ids) == 1 else list(eos_ids)) if eos_ids else None,
+        "pad_token_id": None,  # a family's own may lie beyond this vocabulary
     }

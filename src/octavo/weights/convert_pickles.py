@@ -115,7 +115,7 @@ def _find(path: Path) -> list[Path]:
     )
     if not found:
         raise CheckpointError(
-            f"{path} has no weights: no *.safetensors, no {_SINGLE}, and no other file ending in "
+            f"{path} has no weights: no model.safetensors or its index, and no file ending in "
             f"{', '.join(_SUFFIXES)}; fetch the model again"
         )
     if len(found) > 1:

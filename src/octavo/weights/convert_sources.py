@@ -113,7 +113,7 @@ def open_directory(path: Path) -> Source:
         names = list(dict.fromkeys(weight_map.values()))
     files = [SafetensorsFile.open(path / name) for name in names]
     tensors = [SafetensorsTensor(file, name) for file in files for name in file.tensors]
-    if weight_map and {tensor.name for tensor in tensors} != set(weight_map):
+    if weight_map and sorted(tensor.name for tensor in tensors) != sorted(weight_map):
         raise CheckpointError(f"{path / INDEX} and its files do not list the same tensors; fetch them again")
     nbytes = sum((path / name).stat().st_size for name in names)
     return Source(
