@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from published_tokenizers import PUBLISHED, gguf_metadata, strings
 from tokenizers import Tokenizer as RustTokenizer
 
 from octavo.input.gguf_tokenizer import parts_from_gguf
@@ -115,3 +116,26 @@ def test_other_programs_add_bos_and_decode_as_we_do(metadata: dict[str, Any], tm
         ids = theirs.encode(text).ids
         assert ids == ours.encode(text)
         assert theirs.decode(ids) == ours.decode(ids)
+
+
+#: One of each kind; the others take a while.
+QUICK = ("deepseek_v3", "llama2", "gemma3")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in PUBLISHED]
+)
+def test_tokenizers_of_models_around(name: str, tmp_path: Path) -> None:
+    metadata = gguf_metadata(name)
+    first = metadata["tokenizer.ggml.token_type"].index(3)  # any control token will do for BOS
+    metadata |= {"tokenizer.ggml.bos_token_id": first, "tokenizer.ggml.add_bos_token": True}
+    ours, theirs = Tokenizer.from_gguf(metadata), written(metadata, tmp_path)
+    library = RustTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert theirs.special_ids == ours.special_ids
+    added = [token.content for token in library.get_added_tokens_decoder().values()]
+    for text in strings(added, count=200):
+        ids = ours.encode(text)
+        assert theirs.encode(text) == library.encode(text).ids == ids, text
+        for skip in (True, False):
+            expected = ours.decode(ids, skip_special_tokens=skip)
+            assert theirs.decode(ids, skip_special_tokens=skip) == expected, text
