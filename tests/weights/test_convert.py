@@ -265,6 +265,13 @@ def test_matrices_of_layers_are_quantised_and_nothing_else(
     config = json.loads((out / "config.json").read_text())
     assert config["quantization_config"]["ignore"] == ["lm_head", "model.embed_tokens"]
     assert report.nbytes_after < report.nbytes_before
+    checkpoint = open_checkpoint(out)  # our own reader finds the errors that the report says
+    for name in quantised:
+        exact = before[name].float().numpy()
+        read = checkpoint.rows(name, exact.shape).dequantize()
+        error = np.linalg.norm(read - exact) / np.linalg.norm(exact)
+        assert error == pytest.approx(report.errors[name], rel=1e-4)
+    checkpoint.close()
 
 
 def test_pieces_make_no_difference(tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
