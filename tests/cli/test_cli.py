@@ -90,12 +90,13 @@ def test_help_comes_at_once() -> None:
         # The processor's time, since others may share the cores; it does nothing but compute.
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert result.code == 0
-    assert all(word in result.out for word in ("serve", "chat", "generate"))
+    assert all(word in result.out for word in ("serve", "chat", "generate", "pull", "convert"))
     assert statistics.median(seconds) < HELP_SECONDS
 
 
 @pytest.mark.parametrize(
-    "code", ["import octavo", "import octavo.cli", "from octavo.cli import serve, chat, generate"]
+    "code",
+    ["import octavo", "import octavo.cli", "from octavo.cli import serve, chat, generate, pull, convert"],
 )
 def test_imports_that_need_no_torch(code: str) -> None:
     check = f"{code}; import sys; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"

@@ -46,12 +46,24 @@ def test_every_setting_can_come_from_the_environment() -> None:
         "model": "other", "backend": "torch", "kv_dtype": "f16", "dtype": "bf16", "max_model_len": 10,
         "max_num_seqs": 9,
         "max_num_batched_tokens": 8, "kv_cache_gib": 0.5, "prefix_caching": False, "policy": "priority",
-        "threads": 1, "activation_bits": 8, "cache_dir": "/tmp/here",
+        "threads": 1, "activation_bits": 8, "cache_dir": "/tmp/here", "offline": True,
         "pre_tokenizer": "llama-bpe",
     }  # fmt: skip
     assert set(others) == {field.name for field in FIELDS}, "a new setting: add a value for it here"
     environ = {f"OCTAVO_{name.upper()}": str(value) for name, value in others.items()}
     assert dataclasses.asdict(resolve({}, environ).config) == others
+
+
+def test_hugging_faces_offline_variable_is_honoured() -> None:
+    def offline(**environ: str) -> tuple[bool, str]:
+        resolved = resolve({}, environ)
+        return resolved.config.offline, resolved.origins["offline"]
+
+    assert offline(HF_HUB_OFFLINE="1") == (True, "HF_HUB_OFFLINE")
+    assert offline(HF_HUB_OFFLINE="") == (False, "default")
+    assert offline(HF_HUB_OFFLINE="1", OCTAVO_OFFLINE="0") == (False, "OCTAVO_OFFLINE")
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is 'maybe'"):
+        offline(HF_HUB_OFFLINE="maybe")
 
 
 @pytest.mark.parametrize("text", ["1", "true", "TRUE", "yes", "on", "0", "false", "No", "off"])
@@ -72,7 +84,7 @@ def test_booleans(text: str) -> None:
         ("KV_CACHE_GIB", "nan", r"kv_cache_gib is nan; it must be at least 0"),
         ("KV_CACHE_GIB", "inf", r"kv_cache_gib is inf; .* less than 2\*\*31"),
         ("BACKEND", "cuda", r"backend is 'cuda'; it must be one of auto, native, torch"),
-        ("MODEL", "", r"model is empty; give a catalog name, a \.gguf file or a directory"),
+        ("MODEL", "", r"model is empty; give a catalog name, a \.gguf file, a directory or a hub id"),
     ],
 )
 def test_what_the_environment_gets_wrong(name: str, text: str, message: str) -> None:

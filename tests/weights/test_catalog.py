@@ -222,7 +222,7 @@ def test_resolve_refuses_what_is_neither(tmp_path: Path) -> None:
             resolve_model(str(tmp_path / name), tmp_path, progress=False)
 
 
-@pytest.mark.parametrize("name", ["", "nose", "org/name", "./missing.gguf", "x" * 10_000, "a\0b"])
+@pytest.mark.parametrize("name", ["", "nose", "./missing.gguf", "x" * 10_000, "a\0b"])
 def test_resolve_lists_the_catalog_for_an_unknown_name(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="The catalog has: smollm2-135m-instruct"):
         resolve_model(name, tmp_path, progress=False)

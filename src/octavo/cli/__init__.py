@@ -22,6 +22,8 @@ app.command("octavo.cli.serve:serve", help="Serve a model over HTTP, with an Ope
 app.command("octavo.cli.chat:chat", help="Talk to a model in the terminal.")
 app.command("octavo.cli.generate:generate", help="Complete prompts.")
 app.command("octavo.cli.doctor:doctor", help="Examine a model and this installation.")
+app.command("octavo.cli.convert:convert", help="Write a model as safetensors, quantised or not.")
+app.command("octavo.cli.pull:pull", help="Fetch a model, or list those of the catalog.")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

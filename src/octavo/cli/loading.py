@@ -40,4 +40,5 @@ def _fetch(resolved: Resolved) -> None:
     """Download first, with its own progress bar, so that it isn't hidden by a spinner."""
     from octavo.weights.sources import resolve_model
 
-    resolve_model(resolved.config.model, resolved.config.cache_path, progress=True)
+    config = resolved.config
+    resolve_model(config.model, config.cache_path, progress=True, offline=config.offline)

@@ -39,7 +39,8 @@ def resolve(explicit: Mapping[str, Any], environ: Mapping[str, str] | None = Non
         if explicit.get(name) is not None:
             values[name], origins[name] = explicit[name], "given"
         elif name in given:
-            values[name], origins[name] = _parse(name, given[name], type(field.default)), env.variable(name)
+            variable, text = given[name]
+            values[name], origins[name] = _parse(variable, text, type(field.default)), variable
         else:
             values[name], origins[name] = field.default, "default"
     if not values["cache_dir"]:
@@ -47,12 +48,12 @@ def resolve(explicit: Mapping[str, Any], environ: Mapping[str, str] | None = Non
     return Resolved(EngineConfig(**values), origins)
 
 
-def _parse(name: str, text: str, kind: type) -> Any:
+def _parse(variable: str, text: str, kind: type) -> Any:
     if kind is bool:
         if text.lower() not in _TRUE | _FALSE:
-            raise ConfigError(f"{env.variable(name)} is {text!r}; write true or false")
+            raise ConfigError(f"{variable} is {text!r}; write true or false")
         return text.lower() in _TRUE
     try:
         return kind(text)
     except ValueError:
-        raise ConfigError(f"{env.variable(name)} is {text!r}, which is no {kind.__name__}") from None
+        raise ConfigError(f"{variable} is {text!r}, which is no {kind.__name__}") from None

@@ -29,7 +29,8 @@ class EngineConfig:
     """How a model is loaded and served. 0 and "auto" mean: decide from the model and the machine."""
 
     model: str = setting(
-        "smollm2-135m-instruct", "Catalog name, .gguf file, or directory in Hugging Face's layout."
+        "smollm2-135m-instruct",
+        "Catalog name, .gguf file, Hugging Face directory, or hub id: org/name, modelscope:org/name.",
     )
     backend: str = setting("auto", "native (C++), torch (reference), or auto: native where it was built.")
     dtype: str = setting(
@@ -50,6 +51,7 @@ class EngineConfig:
     policy: str = setting("fcfs", "fcfs: first come, first served. priority: smaller priority first.")
     threads: int = setting(0, "Threads of the CPU backends; 0: as many as the machine or its quota allows.")
     cache_dir: str = setting("", "Where models are kept; empty: octavo under the user's cache directory.")
+    offline: bool = setting(False, "Fetch nothing: models come from this machine or not at all.")
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -71,7 +73,7 @@ class EngineConfig:
             if not low <= value < 2**31:
                 raise ConfigError(f"{name} is {value}; it must be at least {low}, and less than 2**31")
         if not self.model:
-            raise ConfigError("model is empty; give a catalog name, a .gguf file or a directory")
+            raise ConfigError("model is empty; give a catalog name, a .gguf file, a directory or a hub id")
 
     @property
     def cache_path(self) -> Path:

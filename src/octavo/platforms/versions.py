@@ -29,6 +29,7 @@ TESTED = {
     "cyclopts": ("5.5",),
     "rich": ("15.0",),
     "httpx": ("0.28",),
+    "huggingface-hub": ("2.4",),
 }
 
 

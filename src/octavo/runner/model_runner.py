@@ -72,7 +72,8 @@ class ModelRunner(abc.ABC):
         """model: a path or a catalog name. backend overrides the config's choice."""
         config = config or resolve({}).config
         _runner_class(device)  # refuses what isn't served
-        self.checkpoint = open_checkpoint(resolve_model(str(model), config.cache_path, progress=True))
+        path = resolve_model(str(model), config.cache_path, progress=True, offline=config.offline)
+        self.checkpoint = open_checkpoint(path)
         with naming(self.checkpoint.path):
             build = model_builder(self.checkpoint.architecture)
         #: Backends that were passed over, each with every reason.

