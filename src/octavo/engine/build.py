@@ -13,7 +13,7 @@ from octavo.config.schema import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.errors import CheckpointError, ConfigError
 from octavo.executor.uniproc import UniprocExecutor
-from octavo.input.chat_template import ChatTemplate
+from octavo.input.chat_template import ChatTemplate, read_template
 from octavo.input.input_processor import InputProcessor
 from octavo.input.tokenizer import Tokenizer
 from octavo.kv_cache.manager import KVCacheManager
@@ -107,7 +107,7 @@ def input_processor(config: EngineConfig, runner: ModelRunner) -> InputProcessor
     path = runner.checkpoint.path
     with naming(path):
         tokenizer = _tokenizer(config, runner.checkpoint)
-        template = _chat_template(tokenizer)
+        template = chat_template(config, tokenizer)
     if tokenizer.vocab_size > runner.program.vocab_size:
         raise CheckpointError(
             f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, but the model has embeddings for "
@@ -130,9 +130,11 @@ def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
     return Tokenizer.from_directory(checkpoint.path)
 
 
-def _chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
-    if not tokenizer.chat_templates:
+def chat_template(config: EngineConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The config's template, or the model's own; None where there is neither."""
+    sources = read_template(config.chat_template) if config.chat_template else tokenizer.chat_templates
+    if not sources:
         return None
     bos = "" if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id)
     eos = tokenizer.token_text(tokenizer.eos_ids[0]) if tokenizer.eos_ids else ""
-    return ChatTemplate(tokenizer.chat_templates, bos_token=bos, eos_token=eos)
+    return ChatTemplate(sources, bos_token=bos, eos_token=eos)

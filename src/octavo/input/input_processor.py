@@ -59,16 +59,15 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str = "",
         clamp: bool = False,
-        add_special_tokens: bool = True,
     ) -> EngineRequest:
         """The request for a prompt given as text or as token ids, which are taken as they are.
 
         cache_salt: only requests of the same salt share KV blocks. clamp: lower a max_tokens that does not
-        fit the context instead of refusing it. add_special_tokens: begin a text with BOS where the model
-        wants one. Raises InvalidRequestError, and ContextLengthError where the context is too small.
+        fit the context instead of refusing it. Raises InvalidRequestError, and ContextLengthError where the
+        context is too small.
         """
         return self._complete(
-            self.encode(prompt, add_special_tokens=add_special_tokens),
+            self.encode(prompt),
             params,
             "prompt",
             request_id=request_id,
@@ -103,7 +102,10 @@ class InputProcessor:
         )
 
     def encode(self, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, which may be empty. Errors as `process`."""
+        """Token ids of a prompt, of which there may be none. Errors as `process`.
+
+        add_special_tokens: begin a text with BOS where the model wants one.
+        """
         if isinstance(prompt, str):
             return self._encode(prompt, param="prompt", add_special_tokens=add_special_tokens)
         return self.check_ids(prompt, param="prompt")
@@ -117,8 +119,8 @@ class InputProcessor:
         """
         if self.template is None:
             raise InvalidRequestError(
-                "this model has no chat template, so it can't answer a conversation. Completions work; to chat, "
-                "start the server with --chat-template FILE",
+                "this model has no chat template, so it can't answer a conversation. Completions work; to "
+                "chat, start the server with --chat-template FILE",
                 param="messages",
             )
         check_messages(messages)
