@@ -111,7 +111,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Raise InvalidRequestError where max_tokens, given or found, are fewer than min_tokens."""
         if self.min_tokens > max_tokens:
             raise InvalidRequestError(
-                f"min_tokens is {self.min_tokens}, but there can be no more than {max_tokens} tokens; lower it",
+                f"min_tokens is {self.min_tokens}, but there can be no more than {max_tokens} "
+                "tokens; lower it",
                 param="min_tokens",
             )
 

@@ -15,7 +15,7 @@ from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.build import Engine
 from octavo.server import console, health
 from octavo.server.limits import BodyLimit
-from octavo.server.openai import chat, error_responses, models
+from octavo.server.openai import chat, completions, error_responses, models, tokenization
 
 
 def create_app(engine: Engine) -> FastAPI:
@@ -38,5 +38,7 @@ def create_app(engine: Engine) -> FastAPI:
     app.include_router(health.router)
     app.include_router(models.router)
     app.include_router(chat.router)
+    app.include_router(completions.router)
+    app.include_router(tokenization.router)
     app.include_router(console.router)
     return app
