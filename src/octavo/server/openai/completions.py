@@ -29,8 +29,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     """Complete prompts, whole or as a stream of chunks."""
     engine: AsyncEngine = request.app.state.engine
     check_model(engine, body.model)
-    prompts = [_Prompt.of(engine.inputs, prompt, body) for prompt in body.prompts()]
-    outputs = _generate(engine, prompts, body)
+    prompts, outputs = _generate(engine, body)
     answer = _Answer(engine, prompts, body)
     if body.stream:
         return sse.EventStream(stream(outputs, (), answer.pieces, answer.usage_chunk))
@@ -58,21 +57,25 @@ class _Prompt:
 
 
 def _generate(
-    engine: AsyncEngine, prompts: list[_Prompt], body: CompletionRequest
-) -> AsyncGenerator[RequestOutput]:
+    engine: AsyncEngine, body: CompletionRequest
+) -> tuple[list[_Prompt], AsyncGenerator[RequestOutput]]:
+    """The prompts and, begun for all or for none, their outputs."""
     params = body.sampling_params()
-    streams = []
-    for index, prompt in enumerate(prompts):
+    asked = body.prompts()
+    prompts, streams = [], []
+    for index, item in enumerate(asked):
         try:
-            outputs = engine.generate(
+            prompt = _Prompt.of(engine.inputs, item, body)
+            stream_ = engine.generate(
                 prompt.ids, params, n=body.n, priority=body.priority, cache_salt=body.cache_salt
             )
         except InvalidRequestError as error:
-            if len(prompts) == 1 or error.param != "prompt":
+            if len(asked) == 1 or error.param != "prompt":
                 raise
-            raise type(error)(f"prompt[{index}]: {error}", param="prompt") from error
-        streams.append(outputs)
-    return streams[0] if len(streams) == 1 else merged(streams, stride=body.n)
+            raise type(error)(f"of prompt[{index}]: {error}", param="prompt") from error
+        prompts.append(prompt)
+        streams.append(stream_)
+    return prompts, streams[0] if len(streams) == 1 else merged(streams, stride=body.n)
 
 
 class _Answer:

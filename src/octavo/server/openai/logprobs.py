@@ -5,12 +5,15 @@ Rule: no byte is lost. A token that is no text of its own is shown with its byte
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
 from octavo.input.tokenizer import Tokenizer
 from octavo.messages import TokenLogprobs
 from octavo.output.detokenizer import Detokenizer
+
+_new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
@@ -83,9 +86,7 @@ class LegacyLogprobs:
         self, value: dict[str, Any], token_id: int, entry: TokenLogprobs | None, *, seen: bool
     ) -> None:
         value["tokens"].append(self._token(token_id))
-        value["text_offset"].append(self._offset)
-        if seen:
-            self._offset += len(self._detokenizer.push([token_id]))
+        value["text_offset"].append(self._advance(token_id) if seen else self._offset)
         if entry is None:
             value["token_logprobs"].append(None)
             value["top_logprobs"].append(None)
@@ -93,6 +94,15 @@ class LegacyLogprobs:
         value["token_logprobs"].append(entry.logprob)
         top = {self._token(i): logprob for i, logprob in entry.top[: self._count]}
         value["top_logprobs"].append({self._token(token_id): entry.logprob} | top)
+
+    def _advance(self, token_id: int) -> int:
+        """Go behind a token, and say where it began."""
+        delta = len(self._detokenizer.push([token_id]))
+        begin, self._offset = self._offset, self._offset + delta
+        raw = self._tokenizer.token_bytes(token_id)
+        if raw and raw[0] & 0xC0 != 0x80:  # no part of a character under way, which ends here as U+FFFD
+            begin += max(0, delta - len(_new_utf8_decoder(errors="replace").decode(raw)))
+        return begin
 
     def _token(self, token_id: int) -> str:
         raw = self._tokenizer.token_bytes(token_id)
