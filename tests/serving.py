@@ -3,7 +3,7 @@
     with serve(model, "--policy", "priority") as server:
         httpx.get(server.url + "/health")
 
-and `serve_here(model, policy="priority")`, a client of an application in this process, which is there at once.
+and `serve_here(model, policy="priority")`, a client of an application in this process, there at once.
 
 Also the tiny model that they serve: its context is long, so that a stream left alone goes on for seconds.
 """
