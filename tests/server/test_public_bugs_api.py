@@ -1,7 +1,7 @@
 """Bugs that other engines' users reported, by their number in our list: what is right here.
 
-Each is tried in several ways, since the next of its kind will not look the same. Requests that must be refused
-are in test_public_bugs_refused.py.
+Each is tried in several ways, since the next of its kind will not look the same. Requests that are to be
+refused are in test_public_bugs_refused.py.
 """
 
 from __future__ import annotations
