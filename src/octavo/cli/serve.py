@@ -34,11 +34,11 @@ def serve(
         return
     stderr = console()
     with _bind(host, port) as listener:  # before loading: a taken port should not cost a load
-        from octavo.engine.build import build_engine
+        from octavo.engine.supervisor import EngineProcess
         from octavo.server.app import create_app
         from octavo.server.serving import run
 
-        engine = load(stderr, resolved, lambda: build_engine(resolved.config), lambda e: e.info)
+        engine = load(stderr, resolved, lambda: EngineProcess.start(resolved.config), lambda e: e.info)
         url = _url(listener)
         run(
             create_app(engine),
