@@ -37,17 +37,24 @@ def serve(
         from octavo.engine.supervisor import EngineProcess
         from octavo.server.app import create_app
         from octavo.server.serving import run
+        from octavo.server.workers import Workers
 
-        engine = load(stderr, resolved, lambda: EngineProcess.start(resolved.config), lambda e: e.info)
+        config = resolved.config
+        engine = load(stderr, resolved, lambda: EngineProcess.start(config), lambda e: e.info)
         url = _url(listener)
-        run(
-            create_app(engine),
-            listener,
-            on_ready=lambda: stderr.print(f"[bold green]Ready[/] at {url}  [dim](Ctrl-C stops)[/]"),
-            on_drain=lambda seconds: stderr.print(
+
+        def on_ready() -> None:
+            stderr.print(f"[bold green]Ready[/] at {url}  [dim](Ctrl-C stops)[/]")
+
+        def on_drain(seconds: float) -> None:
+            stderr.print(
                 f"Stopping; open answers have {seconds:g} s to end [dim](Ctrl-C again stops at once)[/]"
-            ),
-        )
+            )
+
+        if config.api_workers > 1:
+            Workers(listener, config, engine).run(on_ready=on_ready, on_drain=on_drain)
+        else:
+            run(create_app(engine), listener, on_ready=on_ready, on_drain=on_drain)
 
 
 def _bind(host: str, port: int) -> socket.socket:
