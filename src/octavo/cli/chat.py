@@ -85,7 +85,7 @@ def _answer(stderr: Console, llm: LLM, messages: list[dict[str, str]], sampling:
     if output.error is not None:
         stderr.print(f"[red]{escape(output.error)}[/]")
     seconds = time.perf_counter() - started
-    count = len(output.token_ids)
+    count = output.num_tokens
     stderr.print(
         f"[dim]{output.prompt_tokens} prompt tokens ({output.cached_tokens} cached), first token "
         f"{(first or 0) * 1e3:.0f} ms, {count} tokens at {count / seconds:.0f}/s[/]"
