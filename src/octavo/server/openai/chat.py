@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse
 
 from octavo.engine.async_engine import AsyncEngine
 from octavo.errors import ModelNotFoundError, OctavoError
+from octavo.messages import TokenLogprobs
 from octavo.outputs import RequestOutput
 from octavo.request import FinishReason
 from octavo.server import sse
@@ -86,7 +87,7 @@ class _Completion:
         choice = {
             "index": 0,
             "message": {"role": "assistant", "content": last.text},
-            "logprobs": self._logprob_content(last, last.token_ids) if self._logprobs else None,
+            "logprobs": self._logprob_content(last.logprobs) if self._logprobs else None,
             "finish_reason": last.finish_reason,
         }
         body = {"object": "chat.completion", **self._head, "choices": [choice], "usage": _usage(last)}
@@ -107,7 +108,7 @@ class _Completion:
         if output.finish_reason is FinishReason.ERROR:
             return [sse.event(error_body(output.error or "", kind="server_error", code="request_failed"))]
         pieces = []
-        logprobs = self._logprob_content(output, output.new_token_ids) if self._logprobs else None
+        logprobs = self._logprob_content(output.new_logprobs) if self._logprobs else None
         if output.delta or logprobs:
             pieces.append(self._chunk({"content": output.delta}, logprobs, None))
         if output.finished:
@@ -128,11 +129,11 @@ class _Completion:
             body["usage"] = usage
         return body
 
-    def _logprob_content(self, output: RequestOutput, token_ids: list[int]) -> dict[str, Any] | None:
-        if not token_ids:
+    def _logprob_content(self, logprobs: list[TokenLogprobs]) -> dict[str, Any] | None:
+        if not logprobs:
             return None
         content = []
-        for entry in output.logprobs[-len(token_ids) :]:
+        for entry in logprobs:
             top = [self._token(token_id, logprob) for token_id, logprob in entry.top]
             content.append({**self._token(entry.token_id, entry.logprob), "top_logprobs": top})
         return {"content": content}
@@ -143,7 +144,7 @@ class _Completion:
 
 
 def _usage(output: RequestOutput) -> dict[str, Any]:
-    completion = len(output.token_ids)
+    completion = output.num_tokens
     return {
         "prompt_tokens": output.prompt_tokens,
         "completion_tokens": completion,
