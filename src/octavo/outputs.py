@@ -31,7 +31,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     text and token_ids: everything generated so far. delta and new_token_ids: what this step
     added. logprobs: one for each token generated here (none for what a resumed request came with).
-    seed: the seed that repeats this output.
+    seed: the seed that repeats this output. prompt_logprobs, where they were asked for: of each token of the
+    prompt but the first. index: which of several answers to one request this is.
 
     text, token_ids and logprobs are put together when they are read: each costs its length.
     """
@@ -48,6 +49,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     error: str | None = None
     seed: int | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    index: int = 0
 
     @property
     def text(self) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from octavo.errors import InvalidRequestError
-from octavo.messages import EngineOutput, EngineRequest
+from octavo.messages import EngineOutput, EngineRequest, TokenLogprobs
 from octavo.output.detokenizer import Detokenizer, Vocabulary
 from octavo.output.stop import StopChecker
 from octavo.outputs import RequestOutput, Transcript
@@ -86,9 +86,10 @@ class _Stream:
         self._transcript = Transcript()
         self._request = request
         self._end_ids = frozenset((*request.eos_ids, *params.stop_token_ids))
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._stops = StopChecker(params.stop, include_stop=params.include_stop_str_in_output)
         self._cached_tokens = 0
+        self._prompt_logprobs: list[TokenLogprobs] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -110,7 +111,8 @@ class _Stream:
             self._transcript.token_ids.append(token_id)
             if ends and index == len(ids):
                 break
-            delta += self._stops.push(self._detokenizer.push([token_id]))
+            armed = self.num_tokens >= self._request.params.min_tokens
+            delta += self._stops.push(self._detokenizer.push([token_id]), armed=armed)
             if self.stopped:
                 break
         self._transcript.pieces.append(delta)
@@ -130,6 +132,8 @@ class _Stream:
         if self.stopped and output.error is None:
             reason = FinishReason.STOP
         new_ids = transcript.token_ids[before:]
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = output.prompt_logprobs
         transcript.logprobs.extend((output.logprobs or [])[: len(new_ids)])
         return RequestOutput(
             request_id=output.request_id,
@@ -143,6 +147,7 @@ class _Stream:
             cached_tokens=self._cached_tokens,
             finish_reason=reason,
             error=output.error,
+            prompt_logprobs=self._prompt_logprobs,
             seed=self._request.params.seed,
         )
 
