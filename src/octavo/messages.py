@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
+from octavo.observability.stats import RequestTimes
 from octavo.request import FinishReason
 from octavo.sampling_params import SamplingParams
 
@@ -106,7 +107,8 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step added to one request."""
+    """What a step added to one request. times, num_preemptions: given with the last output of one that the
+    engine had taken."""
 
     request_id: str
     new_token_ids: list[int]
@@ -114,3 +116,5 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
+    times: RequestTimes | None = None
+    num_preemptions: int = 0

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 from octavo.config.schema import EngineConfig
 from octavo.engine.build import Engine, ModelInfo, build_engine
 from octavo.engine.core_client import ThreadClient
+from octavo.engine.request_log import RequestLog
 from octavo.errors import EngineDeadError, InvalidRequestError
 from octavo.input.input_processor import ChatArguments
 from octavo.messages import EngineOutput, EngineRequest
+from octavo.observability.stats import EngineStats
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.policy import Policy
@@ -31,6 +32,8 @@ class AsyncEngine:
         self._inputs = engine.inputs
         self._outputs = engine.outputs
         self._loop = asyncio.get_running_loop()
+        #: What becomes of each request.
+        self.requests = RequestLog(engine.info.name)
         self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
         self._ids = (f"request-{i}" for i in itertools.count())
         self._client = ThreadClient(engine.core, self._deliver_from_thread, self._die_from_thread)
@@ -50,6 +53,18 @@ class AsyncEngine:
         """Requests under way."""
         return len(self._streams)
 
+    def stats(self) -> EngineStats:
+        """The core at this moment; may block, so ask from another thread than the loop's."""
+        return self._client.stats()
+
+    def sizes(self) -> dict[str, int]:
+        """Entries of internal containers of this side: all 0 when idle."""
+        return {
+            "streams": len(self._streams),
+            "output_streams": len(self._outputs),
+            "request_log": len(self.requests),
+        }
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for."""
         return self._inputs.tokenizer.token_bytes(token_id)
@@ -62,12 +77,13 @@ class AsyncEngine:
 
         priority: smaller goes first; refused unless the engine's policy is priority.
         """
-        self._client.check_alive()
-        self._check_priority(priority)
-        request = self._inputs.process(
-            prompt, params, request_id=next(self._ids), arrival=time.monotonic(), priority=priority
-        )
-        return self._stream(request)
+        with self.requests.admitting() as arrival:
+            self._client.check_alive()
+            self._check_priority(priority)
+            request = self._inputs.process(
+                prompt, params, request_id=next(self._ids), arrival=arrival, priority=priority
+            )
+        return self._stream(self.requests.took(request))
 
     def chat(
         self,
@@ -81,12 +97,13 @@ class AsyncEngine:
 
         chat: arguments of the model's chat template; see `ChatTemplate.render`.
         """
-        self._client.check_alive()
-        self._check_priority(priority)
-        request = self._inputs.process_chat(
-            messages, params, request_id=next(self._ids), arrival=time.monotonic(), priority=priority, **chat
-        )
-        return self._stream(request)
+        with self.requests.admitting() as arrival:
+            self._client.check_alive()
+            self._check_priority(priority)
+            request = self._inputs.process_chat(
+                messages, params, request_id=next(self._ids), arrival=arrival, priority=priority, **chat
+            )
+        return self._stream(self.requests.took(request))
 
     async def close(self) -> None:
         """Stop the engine after the step it is in; open streams end with EngineDeadError."""
@@ -106,6 +123,7 @@ class AsyncEngine:
         inbox: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
         self._outputs.add(request)
         self._streams[request.request_id] = inbox
+        self.requests.begin(request)
         finished = False
         try:
             self._client.add(request)
@@ -115,17 +133,23 @@ class AsyncEngine:
                     finished = True
                     raise output
                 finished = output.finished
+                self.requests.advance(output)
                 yield output
+        except EngineDeadError as error:
+            self.requests.fail(request.request_id, error)
+            raise
         finally:
             self._streams.pop(request.request_id, None)
             self._outputs.abort(request.request_id)
             if not finished:
                 self._client.abort(request.request_id)
+            self.requests.end(request.request_id, final_coming=self._client.alive)
 
     def _deliver_from_thread(self, outputs: list[EngineOutput]) -> None:
         self._call_in_loop(self._deliver, outputs)
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
+        self.requests.deliver(outputs)
         processed = self._outputs.process(outputs)
         for request_id in processed.stopped:
             self._client.abort(request_id)
@@ -146,5 +170,6 @@ class AsyncEngine:
             # The program left its loop without closing the engine: nobody is listening any more.
 
     def _die(self, cause: str) -> None:
+        self.requests.flush()
         for inbox in self._streams.values():
             inbox.put_nowait(EngineDeadError(cause))

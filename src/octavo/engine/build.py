@@ -11,6 +11,7 @@ from pathlib import Path
 
 from octavo.config.schema import EngineConfig
 from octavo.engine.core import EngineCore
+from octavo.engine.fingerprint import fingerprint
 from octavo.errors import CheckpointError, ConfigError
 from octavo.executor.uniproc import UniprocExecutor
 from octavo.input.chat_template import ChatTemplate
@@ -29,10 +30,13 @@ from octavo.weights.checkpoint import Checkpoint, naming
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is served, for people and /v1/models."""
+    """What is served, for people and /v1/models. isa: of the native kernels; empty on other backends.
+    fingerprint: OpenAI's system_fingerprint."""
 
     name: str
     backend: str
+    isa: str
+    fingerprint: str
     weight_formats: str
     kv_dtype: str
     policy: Policy
@@ -79,6 +83,8 @@ def _build(config: EngineConfig, runner: ModelRunner, started: float) -> Engine:
     info = ModelInfo(
         name=Path(config.model).stem if config.model.endswith(".gguf") else config.model,
         backend=runner.backend.name,
+        isa=getattr(runner.backend, "isa", ""),
+        fingerprint=_fingerprint(config, runner),
         weight_formats=" and ".join(runner.weight_formats),
         kv_dtype=runner.program.kv_layers[0].dtype,
         policy=Policy(config.policy),
@@ -89,6 +95,17 @@ def _build(config: EngineConfig, runner: ModelRunner, started: float) -> Engine:
     )
     core = EngineCore(scheduler, UniprocExecutor(runner))
     return Engine(core, inputs, OutputProcessor(inputs.tokenizer), info)
+
+
+def _fingerprint(config: EngineConfig, runner: ModelRunner) -> str:
+    return fingerprint(
+        runner.checkpoint.path,
+        backend=runner.backend.name,
+        weight_formats=tuple(runner.weight_formats),
+        kv_dtype=str(runner.program.kv_layers[0].dtype),
+        activation_bits=config.activation_bits,
+        deterministic=True,  # as all backends of the CPU are
+    )
 
 
 def bill_for(config: EngineConfig, runner: ModelRunner) -> MemoryBill:

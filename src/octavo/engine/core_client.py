@@ -14,6 +14,7 @@ from collections.abc import Callable
 from octavo.engine.core import EngineCore
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.messages import EngineOutput, EngineRequest
+from octavo.observability.stats import EngineStats
 from octavo.request import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,10 @@ class InProcessClient:
     def abort(self, request_id: str) -> None:
         """End a request; it produces no more output."""
         self._core.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        """The core at this moment."""
+        return self._core.stats()
 
     def step(self) -> list[EngineOutput]:
         """Run one step. EngineDeadError after `close`."""
@@ -90,6 +95,10 @@ class ThreadClient:
     def abort(self, request_id: str) -> None:
         """End a request early; its last output has finish_reason abort."""
         self._inbox.put(request_id)
+
+    def stats(self) -> EngineStats:
+        """The core at this moment, also after it stopped."""
+        return self._core.stats()
 
     def close(self) -> None:
         """Stop the thread after the step it is in, and free the core."""

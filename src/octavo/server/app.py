@@ -13,8 +13,9 @@ from fastapi import FastAPI
 import octavo
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.build import Engine
-from octavo.server import console, health
+from octavo.server import console, health, metrics, version
 from octavo.server.limits import BodyLimit
+from octavo.server.metrics import Metrics, RequestOrigins
 from octavo.server.openai import chat, error_responses, models
 
 
@@ -24,9 +25,11 @@ def create_app(engine: Engine) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.engine = AsyncEngine(engine)
+        app.state.metrics = Metrics(app.state.engine)
         try:
             yield
         finally:
+            app.state.metrics.close()
             await app.state.engine.close()
 
     # FastAPI's documentation pages load scripts from other hosts; /openapi.json is there for tools.
@@ -34,8 +37,11 @@ def create_app(engine: Engine) -> FastAPI:
         title="Octavo", version=octavo.__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.add_middleware(BodyLimit)
+    app.add_middleware(RequestOrigins)  # the last one added is the outermost
     error_responses.install(app)
     app.include_router(health.router)
+    app.include_router(metrics.router)
+    app.include_router(version.router)
     app.include_router(models.router)
     app.include_router(chat.router)
     app.include_router(console.router)
