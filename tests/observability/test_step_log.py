@@ -110,7 +110,9 @@ def test_a_slow_step_leaves_stacks_and_one_warning(caplog: pytest.LogCaptureFixt
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     message = record.getMessage()
-    assert message.startswith("step 51 has been running for 0.31 s, where 0.30 s is slow: 8 tokens of 2 requests")
+    assert message.startswith(
+        "step 51 has been running for 0.31 s, where 0.30 s is slow: 8 tokens of 2 requests"
+    )
     assert "slow_function" in message
     assert "\n" not in message
 

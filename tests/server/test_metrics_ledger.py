@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import statistics
 from collections import Counter
@@ -219,7 +220,9 @@ def test_times_are_those_that_clients_saw(outcome: Outcome) -> None:
     for record, answer in outcome.pairs("stream"):
         times["ttft"].append((record["ttft_ms"], 1e3 * (answer.token_times[0] - answer.began)))
         if record["generated_tokens"] == record["completion_tokens"]:  # or the engine's end is a step later
-            times["decode"].append((record["decode_ms"], 1e3 * (answer.token_times[-1] - answer.token_times[0])))
+            times["decode"].append(
+                (record["decode_ms"], 1e3 * (answer.token_times[-1] - answer.token_times[0]))
+            )
     for name, pairs in times.items():
         assert len(pairs) > 50, name
         assert near(*map(statistics.fmean, zip(*pairs, strict=True))), name
@@ -258,7 +261,7 @@ def test_nothing_is_left(outcome: Outcome) -> None:
 def test_what_counts_only_grows_and_blocks_always_add_up(outcome: Outcome) -> None:
     assert len(outcome.scrapes) > 5
     total = sum(outcome.last.by_label("octavo_blocks").values())
-    for before, after in zip(outcome.scrapes, outcome.scrapes[1:], strict=False):
+    for before, after in itertools.pairwise(outcome.scrapes):
         earlier, later = before.growing, after.growing
         assert earlier.keys() == later.keys()
         assert all(value <= later[key] for key, value in earlier.items())

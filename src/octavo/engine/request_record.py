@@ -28,11 +28,7 @@ HTTP_REASONS = {
     499: "client_gone",
     503: "unavailable",
 }
-REFUSALS = tuple(
-    dict.fromkeys(
-        (*HTTP_REASONS.values(), "context_length_exceeded", "engine_dead", "other")
-    )
-)
+REFUSALS = tuple(dict.fromkeys((*HTTP_REASONS.values(), "context_length_exceeded", "engine_dead", "other")))
 _MAX_ERROR = 500
 _MAX_ENDPOINT = 100
 
@@ -67,11 +63,19 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 def write(record: RequestRecord) -> None:
     """Log a record."""
     if logger.isEnabledFor(logging.INFO):
-        error = None if record.error is None else record.error[:_MAX_ERROR]
-        line = msgspec.json.encode(
-            msgspec.structs.replace(record, error=error, endpoint=record.endpoint[:_MAX_ENDPOINT])
+        safe = msgspec.structs.replace(
+            record,
+            endpoint=printable(record.endpoint, _MAX_ENDPOINT),
+            model=printable(record.model),
+            error=None if record.error is None else printable(record.error, _MAX_ERROR),
         )
-        logger.info("%s", line.decode())
+        logger.info("%s", msgspec.json.encode(safe).decode())
+
+
+def printable(text: str, length: int | None = None) -> str:
+    """A text that may quote a caller or name a file, cut short, and without lone surrogates, which UTF-8
+    does not know."""
+    return text[:length].encode(errors="backslashreplace").decode()
 
 
 def log_to(stream: TextIO) -> None:

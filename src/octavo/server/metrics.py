@@ -49,15 +49,16 @@ class Metrics:
 
     async def scrape(self, accept: str) -> tuple[bytes, str]:
         """A body and its content type."""
-        engine = await self._ask_engine()
-        # All of the server's numbers are read without a pause in between, so that they belong together.
+        # The server's numbers first, and without a pause in between: a request is open here for longer than
+        # it is in the engine, so that none open means none there.
+        server, sizes = self._engine.requests.stats(), self._engine.sizes()
         snapshot = Snapshot(
             build=self._build,
-            server=self._engine.requests.stats(),
-            engine=engine,
+            server=server,
+            engine=await self._ask_engine(),
             gc_pauses=self._gc.snapshot(),
             loop_lag=self._loop.snapshot(),
-            sizes=self._engine.sizes(),
+            sizes=sizes,
         )
         return self._exposition.render(snapshot, accept)
 

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 
 import octavo
 from octavo.engine.build import ModelInfo
+from octavo.engine.request_record import printable
 
 router = APIRouter()
 
@@ -29,7 +30,7 @@ def build_labels(info: ModelInfo) -> dict[str, str]:
         "torch": importlib.metadata.version("torch"),
         "backend": info.backend,
         "isa": info.isa,
-        "model": info.name,
+        "model": printable(info.name),
         "fingerprint": info.fingerprint,
     }
 
