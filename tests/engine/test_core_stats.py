@@ -106,7 +106,7 @@ def test_times_are_the_clocks() -> None:
 
 
 def test_requests_that_never_ran_or_never_answered_have_times_too() -> None:
-    core, seam = make_core(max_seqs=1)
+    core, _ = make_core(max_seqs=1)
     add(core, "running", list(range(100)), arrival=999.0)
     add(core, "waiting", [1], arrival=999.0)
     core.step()
@@ -120,7 +120,7 @@ def test_requests_that_never_ran_or_never_answered_have_times_too() -> None:
 
 
 def test_a_fresh_core_and_an_idle_one() -> None:
-    core, seam = make_core()
+    core, _ = make_core()
     fresh = core.stats()
     assert (fresh.running, fresh.waiting, fresh.steps, fresh.seconds_since_step) == (0, 0, 0, None)
     assert msgspec.structs.asdict(fresh.blocks) == {"total": 32, "free": 32, "cached": 0, "referenced": 0}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import importlib.metadata
+import itertools
 import re
 import shutil
 import subprocess

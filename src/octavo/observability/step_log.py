@@ -1,8 +1,8 @@
 """The last steps of an engine, always on.
 
 A ring of records, one for each step, overwritten oldest first. What it costs a step is one record and a few
-assignments: 0.8 us, measured with `timeit` on `begin` and `end` together. Rule: the engine's thread writes; any
-thread may read, and the watchdog's may add stacks to the step under way.
+assignments: 0.8 us, measured with `timeit` on `begin` and `end` together. Rule: the engine's thread writes;
+any thread may read, and the watchdog's may add stacks to the step under way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RECENT = 256
 _FEW = 8
 
 
-class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One step. start: seconds of the monotonic clock. waiting: requests left in the queue. preemptions: in
     this step. stacks: of the engine's thread while the step ran, if it was slow."""
 

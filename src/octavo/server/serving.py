@@ -35,7 +35,6 @@ def run(
 ) -> None:
     """Serve until SIGINT or SIGTERM. ConfigError if another process took the port in the meantime."""
     server = _Server(app, on_ready, on_drain)
-    log_to(sys.stderr)
 
     # uvicorn raises a signal again once it has stopped; the orderly end it caused is a success.
     def stop(*_: Any) -> None:
@@ -59,6 +58,7 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        log_to(sys.stderr)
         settle_garbage_collector()
         self._on_ready()
 
