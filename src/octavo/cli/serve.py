@@ -34,20 +34,27 @@ def serve(
         return
     stderr = console()
     with _bind(host, port) as listener:  # before loading: a taken port should not cost a load
-        from octavo.engine.build import build_engine
+        from octavo.engine.supervisor import EngineProcess
         from octavo.server.app import create_app
         from octavo.server.serving import run
+        from octavo.server.workers import Workers
 
-        engine = load(stderr, resolved, lambda: build_engine(resolved.config), lambda e: e.info)
+        config = resolved.config
+        engine = load(stderr, resolved, lambda: EngineProcess.start(config), lambda e: e.info)
         url = _url(listener)
-        run(
-            create_app(engine),
-            listener,
-            on_ready=lambda: stderr.print(f"[bold green]Ready[/] at {url}  [dim](Ctrl-C stops)[/]"),
-            on_drain=lambda seconds: stderr.print(
+
+        def on_ready() -> None:
+            stderr.print(f"[bold green]Ready[/] at {url}  [dim](Ctrl-C stops)[/]")
+
+        def on_drain(seconds: float) -> None:
+            stderr.print(
                 f"Stopping; open answers have {seconds:g} s to end [dim](Ctrl-C again stops at once)[/]"
-            ),
-        )
+            )
+
+        if config.api_workers > 1:
+            Workers(listener, config, engine).run(on_ready=on_ready, on_drain=on_drain)
+        else:
+            run(create_app(engine), listener, on_ready=on_ready, on_drain=on_drain)
 
 
 def _bind(host: str, port: int) -> socket.socket:

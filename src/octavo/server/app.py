@@ -11,15 +11,14 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 import octavo
-from octavo.engine.async_engine import AsyncEngine
-from octavo.engine.build import Engine
+from octavo.engine.async_engine import AsyncEngine, LoadedEngine
 from octavo.server import console, health, metrics, version
 from octavo.server.limits import BodyLimit
 from octavo.server.metrics import Metrics, RequestOrigins
 from octavo.server.openai import chat, error_responses, models
 
 
-def create_app(engine: Engine) -> FastAPI:
+def create_app(engine: LoadedEngine) -> FastAPI:
     """The app that serves a loaded engine; it owns the engine and closes it at shutdown."""
 
     @asynccontextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 
 import octavo
-from octavo.engine.build import ModelInfo
+from octavo.engine.model_info import ModelInfo
 from octavo.engine.request_record import printable
 
 router = APIRouter()
