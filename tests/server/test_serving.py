@@ -68,8 +68,9 @@ def test_ctrl_c_lets_answers_end_and_then_ends_them(tiny_path: Path) -> None:
         assert '"finish_reason":"length"' in short.events[-2]
         assert '"code":"engine_dead"' in long.events[-2]
         assert short.events[-1] == long.events[-1] == "data: [DONE]"
-        lines = server.stderr().splitlines()
-        assert lines[2:] == ["Stopping; open answers have 5 s to end (Ctrl-C again stops at once)"]
+        assert server.messages()[2:] == [
+            "Stopping; open answers have 5 s to end (Ctrl-C again stops at once)"
+        ]
 
 
 def test_a_second_ctrl_c_does_not_wait(tiny_path: Path) -> None:

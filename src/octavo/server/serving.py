@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from octavo.engine.async_engine import AsyncEngine
+from octavo.engine.request_record import log_to
 from octavo.errors import ConfigError
+from octavo.observability.runtime import settle_garbage_collector
 
 DRAIN_SECONDS = 5
 _LAST_WORDS_SECONDS = 2  # for errors to reach the clients
@@ -55,6 +58,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        log_to(sys.stderr)
+        settle_garbage_collector()
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
