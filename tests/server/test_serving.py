@@ -15,6 +15,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from octavo.config.server import ServerConfig
 from octavo.errors import ConfigError
 from octavo.server import serving
 from serving import ENDLESS, Server, serve
@@ -94,7 +95,9 @@ def test_a_port_that_was_taken_while_the_model_loaded() -> None:
         handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
         try:
             with pytest.raises(ConfigError, match="--port"):
-                serving.run(FastAPI(), sockets[1], on_ready=lambda: None, on_drain=lambda _: None)
+                serving.run(
+                    FastAPI(), sockets[1], ServerConfig(), on_ready=lambda: None, on_drain=lambda _: None
+                )
         finally:
             signal.signal(signal.SIGINT, handlers[0])
             signal.signal(signal.SIGTERM, handlers[1])

@@ -8,18 +8,34 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
 
 import octavo
+from octavo.config.server import ServerConfig
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.build import Engine
+from octavo.errors import QueueFullError
 from octavo.server import console, health
-from octavo.server.limits import BodyLimit
+from octavo.server.admission import Admission
+from octavo.server.auth import load_keys
+from octavo.server.gate import Gate
+from octavo.server.hosts import Hosts
 from octavo.server.openai import chat, error_responses, models
 
 
-def create_app(engine: Engine) -> FastAPI:
-    """The app that serves a loaded engine; it owns the engine and closes it at shutdown."""
+def create_app(
+    engine: Engine,
+    server_config: ServerConfig | None = None,
+    *,
+    host: str = "127.0.0.1",
+    max_num_seqs: int = 32,
+) -> FastAPI:
+    """The app that serves a loaded engine; it owns the engine and closes it at shutdown.
+
+    host: where it listens. max_num_seqs: as the engine's.
+    """
+    config = server_config or ServerConfig()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -33,10 +49,23 @@ def create_app(engine: Engine) -> FastAPI:
     app = FastAPI(
         title="Octavo", version=octavo.__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
-    app.add_middleware(BodyLimit)
+    app.state.admission = Admission(config.capacity(max_num_seqs))
+    app.add_middleware(
+        Gate,
+        admission=app.state.admission,
+        keys=load_keys(config.api_key, config.api_key_file),
+        hosts=Hosts(host, config.allowed_hosts),
+    )
     error_responses.install(app)
+    app.add_exception_handler(QueueFullError, _queue_full)
     app.include_router(health.router)
     app.include_router(models.router)
     app.include_router(chat.router)
     app.include_router(console.router)
     return app
+
+
+async def _queue_full(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, QueueFullError), error
+    body = error_responses.error_body(str(error), kind="rate_limit_error", code="queue_full")
+    return JSONResponse(body, 429, headers={"Retry-After": str(error.retry_after)})

@@ -17,6 +17,7 @@ from octavo.errors import ModelNotFoundError, OctavoError
 from octavo.outputs import RequestOutput
 from octavo.request import FinishReason
 from octavo.server import sse
+from octavo.server.admission import admit
 from octavo.server.openai.error_responses import describe, error_body
 from octavo.server.openai.protocol import ChatCompletionRequest
 
@@ -30,6 +31,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     engine: AsyncEngine = request.app.state.engine
     if body.model not in (None, engine.info.name):
         raise ModelNotFoundError(f"model {body.model!r} is not served here; {engine.info.name!r} is")
+    admit(request)
     completion = _Completion(engine, body)
     outputs = engine.chat(
         body.messages, body.sampling_params(), priority=body.priority, **body.chat_arguments()
