@@ -15,6 +15,7 @@ from typing import Any, Unpack
 from octavo.config.schema import EngineConfig
 from octavo.engine.build import Engine, ModelInfo, build_engine
 from octavo.engine.core_client import ThreadClient
+from octavo.engine.inbox import Inbox
 from octavo.errors import EngineDeadError, InvalidRequestError
 from octavo.input.input_processor import ChatArguments
 from octavo.messages import EngineOutput, EngineRequest
@@ -31,7 +32,7 @@ class AsyncEngine:
         self._inputs = engine.inputs
         self._outputs = engine.outputs
         self._loop = asyncio.get_running_loop()
-        self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
+        self._streams: dict[str, Inbox] = {}
         self._ids = (f"request-{i}" for i in itertools.count())
         self._client = ThreadClient(engine.core, self._deliver_from_thread, self._die_from_thread)
 
@@ -103,7 +104,7 @@ class AsyncEngine:
 
     async def _stream(self, request: EngineRequest) -> AsyncGenerator[RequestOutput]:
         """Outputs of one request. Leaving the iterator aborts it."""
-        inbox: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        inbox = Inbox()
         self._outputs.add(request)
         self._streams[request.request_id] = inbox
         finished = False
@@ -132,7 +133,7 @@ class AsyncEngine:
         for output in processed.outputs:
             inbox = self._streams.get(output.request_id)
             if inbox is not None:
-                inbox.put_nowait(output)
+                inbox.put(output)
 
     def _die_from_thread(self, error: BaseException) -> None:
         self._call_in_loop(self._die, f"the engine stopped: {type(error).__name__}: {error}")
@@ -147,4 +148,4 @@ class AsyncEngine:
 
     def _die(self, cause: str) -> None:
         for inbox in self._streams.values():
-            inbox.put_nowait(EngineDeadError(cause))
+            inbox.put(EngineDeadError(cause))
