@@ -86,7 +86,7 @@ def make_llama_gguf(
 
     path = directory / f"tiny-llama-{'mixed' if callable(quantization) else quantization.lower()}.gguf"
     vocab_size = model.config.vocab_size
-    write_gguf(path, model, encode=encode, extend=lambda writer: _add_tokenizer(writer, vocab_size))
+    write_gguf(path, model, encode=encode, extend=lambda writer: add_tokenizer(writer, vocab_size))
     return TinyModel(path, model.double())
 
 
@@ -218,7 +218,8 @@ def _random_llama(seed: int, overrides: dict[str, Any]) -> Any:
     return model
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
+    """The metadata of the tokenizer, and of a chat template."""
     padding = [f"[PAD{index}]" for index in range(vocab_size - NUM_TOKENS)]
     normal = _normal_tokens()
     writer.add_tokenizer_model("gpt2")

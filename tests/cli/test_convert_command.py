@@ -12,6 +12,7 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.cli import main
+from octavo.config.resolve import resolve
 from octavo.input.tokenizer import Tokenizer
 from octavo.runner.model_runner import ModelRunner
 from octavo.weights.checkpoint import open_checkpoint
@@ -28,7 +29,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
 
 
 def logits(path: Path) -> np.ndarray:
-    runner = ModelRunner(path)
+    runner = ModelRunner(path, resolve({"kv_dtype": "f32"}).config)
     values: np.ndarray = runner.predict(IDS)
     return values
 

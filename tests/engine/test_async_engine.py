@@ -1,4 +1,5 @@
-"""AsyncEngine: many callers at once, callers who leave, and the end of the engine."""
+"""AsyncEngine over a core in this process: many callers at once, callers who leave, and the end of the
+engine. `test_supervisor.py` has the core in another process."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import pytest
 from octavo import AsyncEngine, SamplingParams
 from octavo.config.resolve import resolve
 from octavo.config.schema import EngineConfig
+from octavo.engine.build import build_engine
 from octavo.engine.core import EngineCore
 from octavo.errors import EngineDeadError, InvalidRequestError
 from octavo.outputs import RequestOutput
@@ -36,7 +38,7 @@ def run(
     """Run a scenario on an engine of its own, within a time limit."""
 
     async def main() -> None:
-        engine = await AsyncEngine.start(config_for(path, **settings))
+        engine = AsyncEngine(await asyncio.to_thread(build_engine, config_for(path, **settings)))
         try:
             async with asyncio.timeout(60):
                 await scenario(engine)
@@ -256,12 +258,12 @@ def test_when_the_core_dies_every_open_stream_hears_of_it(
         tasks = [asyncio.create_task(collect(engine.generate("the cat", LONG))) for _ in range(6)]
         while core_of(engine).scheduler.num_running < 2:
             await asyncio.sleep(0.005)
-        assert engine.alive
+        assert engine.trouble is None
         break_core(engine, AssertionError("a counter is off"))
         for error in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(error, EngineDeadError)
             assert str(error) == "the engine stopped: AssertionError: a counter is off"
-        assert not engine.alive
+        assert engine.trouble is not None
         assert engine.num_streams == 0
         with pytest.raises(EngineDeadError, match=r"AssertionError: a counter is off\); restart"):
             engine.generate("the cat", SHORT)
@@ -281,7 +283,7 @@ def test_close_ends_open_streams(tiny_path: Path) -> None:
         await engine.close()
         for error in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(error, EngineDeadError)
-        assert not engine.alive
+        assert engine.trouble is not None
         with pytest.raises(EngineDeadError, match="the engine has stopped; restart"):
             engine.generate("the cat", SHORT)
         await engine.close()
@@ -303,5 +305,5 @@ def test_a_loop_that_ends_without_close(
 
     run(tiny_path, scenario, close=False)
     left[0]._client.close()
-    assert not left[0].alive
+    assert left[0].trouble is not None
     assert not caplog.records

@@ -63,7 +63,9 @@ REQUIRED: dict[str, dict[str, Any]] = {
         "high_freq_factor": 4.0,
     },
     "yarn": {},
-    "longrope": {"original_max_position_embeddings": 512, "short_factor": [1.0] * 8},
+    "longrope": {
+        "original_max_position_embeddings": 512, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+    },
 }  # fmt: skip
 OPTIONAL: dict[str, dict[str, Any]] = {
     "yarn": {

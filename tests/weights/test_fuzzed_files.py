@@ -21,13 +21,16 @@ from typing import Any
 import numpy as np
 import pytest
 from fuzzing import mutate_directory, mutate_gguf
-from transformers import AutoConfig, AutoModelForCausalLM
+from packers import quantize_directory
+from test_quantized import CONFIGS, pack
 
+from families import make_model
+from gguf_converter import write_gguf
 from octavo.backends.native import library
 from octavo.config.resolve import resolve
 from octavo.engine.build import build_engine
 from octavo.errors import CheckpointError, InsufficientMemoryError, OctavoError, UnsupportedModelError
-from tiny_models import NUM_TOKENS, make_llama_directory, make_llama_gguf, write_tokenizer
+from tiny_models import NUM_TOKENS, add_tokenizer, make_llama_directory, make_llama_gguf, write_tokenizer
 
 SECONDS = 5
 #: What a load may map beyond what the process has, many times what a sound tiny model takes.
@@ -35,18 +38,9 @@ MEMORY_NBYTES = 1 << 30
 #: auto: native where it was built and serves the family.
 BACKENDS = ("torch", "auto") if library.available() else ("torch",)
 SIZES = {"num_hidden_layers": 1, "max_position_embeddings": 64}
-SMALL = {
-    "vocab_size": NUM_TOKENS, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
 #: Families whose builders read what a Llama's does not.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 16},
-    "qwen3_moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32},
-    "phi3": {"sliding_window": 8},
-    "granite": {},
-}
+GGUF_FAMILIES = ("llama llama3 rope", "gemma3", "gpt-oss", "mixtral")
+DIRECTORY_FAMILIES = (*GGUF_FAMILIES, "qwen3 moe", "phi3 longrope", "granite", "smollm3")
 
 
 @pytest.fixture(scope="module")
@@ -54,25 +48,27 @@ def gguf_seeds(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     directory = tmp_path_factory.mktemp("seeds")
     sizes = dict.fromkeys(("F32", "F16", "Q4_0", "Q4_1", "Q5_0", "Q8_0"), SIZES)
     sizes["Q4_K"] = {**SIZES, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64}  # blocks of 256
-    return [
-        make_llama_gguf(directory, quantization=kind, **size).path.read_bytes()
-        for kind, size in sizes.items()
-    ]
+    paths = [make_llama_gguf(directory, quantization=kind, **size).path for kind, size in sizes.items()]
+    for family in GGUF_FAMILIES:
+        paths.append(directory / f"{family}.gguf")
+        model = make_model(family, vocab_size=NUM_TOKENS)
+        write_gguf(paths[-1], model, extend=lambda writer: add_tokenizer(writer, NUM_TOKENS))
+    return [path.read_bytes() for path in paths]
 
 
 @pytest.fixture(scope="module")
-def directory_seeds(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    seeds = []
+def directory_seeds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    seeds = {}
     for dtype, shard in (("float32", "60KB"), ("bfloat16", "1GB")):
-        directory = tmp_path_factory.mktemp(dtype)
-        make_llama_directory(directory, dtype=dtype, max_shard_size=shard, **SIZES)
-        seeds.append(directory)
-    for family, differences in FAMILIES.items():
-        directory = tmp_path_factory.mktemp(family)
-        config = AutoConfig.for_model(family, **SMALL, **differences)
-        AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-        seeds.append(directory)
-    for directory in seeds:
+        seeds[dtype] = tmp_path_factory.mktemp(dtype)
+        make_llama_directory(seeds[dtype], dtype=dtype, max_shard_size=shard, **SIZES)
+    for family in DIRECTORY_FAMILIES:
+        seeds[family] = tmp_path_factory.mktemp("family")
+        make_model(family, vocab_size=NUM_TOKENS).save_pretrained(seeds[family])
+    for method, config in CONFIGS.items():
+        seeds[method] = tmp_path_factory.mktemp(method)
+        quantize_directory(seeds[method], config, pack(method), **SIZES)
+    for directory in seeds.values():
         write_tokenizer(directory)
     return seeds
 
@@ -153,10 +149,10 @@ def test_a_damaged_gguf_file(seed: int, gguf_seeds: list[bytes], tmp_path: Path)
 
 
 @pytest.mark.parametrize("seed", range(250))
-def test_a_damaged_directory(seed: int, directory_seeds: list[Path], tmp_path: Path) -> None:
+def test_a_damaged_directory(seed: int, directory_seeds: dict[str, Path], tmp_path: Path) -> None:
     rng = random.Random(f"directory {seed}")
     path = tmp_path / "fuzzed-model"
-    shutil.copytree(rng.choice(directory_seeds), path)
+    shutil.copytree(rng.choice(list(directory_seeds.values())), path)
     check(path, mutate_directory(path, rng))
 
 
@@ -165,10 +161,10 @@ def test_a_damaged_directory(seed: int, directory_seeds: list[Path], tmp_path: P
 )
 @pytest.mark.parametrize("key", KEYS)
 def test_a_hyperparameter_that_makes_no_sense(
-    key: str, value: Any, directory_seeds: list[Path], tmp_path: Path
+    key: str, value: Any, directory_seeds: dict[str, Path], tmp_path: Path
 ) -> None:
     path = tmp_path / "fuzzed-model"
-    shutil.copytree(directory_seeds[1], path)
+    shutil.copytree(directory_seeds["bfloat16"], path)
     config = json.loads((path / "config.json").read_text())
     config[key] = value
     if value is DELETED:
@@ -196,19 +192,19 @@ OPTIONAL_KEYS = [
 @pytest.mark.parametrize("value", [{"a": 1}, [None], -1, 10**400, math.nan], ids=repr)
 @pytest.mark.parametrize("key", OPTIONAL_KEYS)
 def test_a_key_of_another_kind_is_refused_by_name(
-    key: str, value: Any, directory_seeds: list[Path], tmp_path: Path
+    key: str, value: Any, directory_seeds: dict[str, Path], tmp_path: Path
 ) -> None:
     path = tmp_path / "fuzzed-model"
-    shutil.copytree(directory_seeds[1], path)
+    shutil.copytree(directory_seeds["bfloat16"], path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, key: value}))
     with pytest.raises(CheckpointError, match=rf"config\.json: {key} is "):
         load_and_predict(path, "torch")
 
 
-def test_pickles_are_refused_with_a_way_out(directory_seeds: list[Path], tmp_path: Path) -> None:
+def test_pickles_are_refused_with_a_way_out(directory_seeds: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "pickled"
-    shutil.copytree(directory_seeds[1], path)
+    shutil.copytree(directory_seeds["bfloat16"], path)
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
     error = outcome(path, "torch")
     assert isinstance(error, UnsupportedModelError)

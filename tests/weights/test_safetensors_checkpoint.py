@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from families import make_model
 from octavo.backends.native import library
 from octavo.config.resolve import resolve
 from octavo.errors import CheckpointError, ModelLoadError, UnsupportedModelError
@@ -359,3 +360,14 @@ def test_widening_is_exact_for_every_bit_pattern() -> None:
     for name, dtype in (("BF16", torch.bfloat16), ("F16", torch.float16)):
         expected = torch.from_numpy(bits.view(np.int16).copy()).view(dtype).float().numpy()
         np.testing.assert_array_equal(dequantize(raw, name).reshape(-1), expected)
+
+
+def test_experts_are_counted_under_either_name(tmp_path: Path) -> None:
+    """Version 4 of transformers wrote num_experts for Qwen3-MoE, version 5 num_local_experts."""
+    model = make_model("qwen3 moe")
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    count = config.pop("num_local_experts", None) or config.pop("num_experts")
+    for key in ("num_experts", "num_local_experts"):
+        (tmp_path / "config.json").write_text(json.dumps({**config, key: count}))
+        assert open_checkpoint(tmp_path).config["num_local_experts"] == count == 6

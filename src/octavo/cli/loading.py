@@ -12,8 +12,8 @@ from rich.logging import RichHandler
 from octavo.cli.terminal import escape
 from octavo.config.resolve import Resolved
 
-if TYPE_CHECKING:  # it imports torch, and `--help` should not wait for that
-    from octavo.engine.build import ModelInfo
+if TYPE_CHECKING:
+    from octavo.engine.model_info import ModelInfo
 
 T = TypeVar("T")
 

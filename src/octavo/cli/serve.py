@@ -46,11 +46,11 @@ def serve(
     stderr = console()
     with _bind(host, port) as listener:  # before loading: a taken port should not cost a load
         _check_access(stderr, listener, resolved_server.config)
-        from octavo.engine.build import build_engine
+        from octavo.engine.supervisor import EngineProcess
         from octavo.server.app import create_app
         from octavo.server.serving import run
 
-        engine = load(stderr, resolved, lambda: build_engine(resolved.config), lambda e: e.info)
+        engine = load(stderr, resolved, lambda: EngineProcess.start(resolved.config), lambda e: e.info)
         url = _url(listener)
         app = create_app(engine, resolved_server.config, host=host, max_num_seqs=resolved.config.max_num_seqs)
         run(

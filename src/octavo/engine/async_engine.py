@@ -1,7 +1,7 @@
 """An engine behind an event loop: many callers, one model.
 
-The core steps in a thread of its own; each step's outputs cross into the loop once, together. Rule:
-streams belong to this class, text to the OutputProcessor, both live in the loop's thread.
+The core steps in a process of its own, or in a thread; each step's outputs cross into the loop once,
+together. Rule: streams belong to this class, text to the OutputProcessor, both live in the loop's thread.
 """
 
 from __future__ import annotations
@@ -10,41 +10,58 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, Protocol, Unpack
 
 from octavo.config.schema import EngineConfig
-from octavo.engine.build import Engine, ModelInfo, build_engine
-from octavo.engine.core_client import ThreadClient
+from octavo.engine.core_client import Client, Deliver, OnDeath
 from octavo.engine.inbox import Inbox
+from octavo.engine.model_info import ModelInfo
 from octavo.errors import EngineDeadError, InvalidRequestError
-from octavo.input.input_processor import ChatArguments
+from octavo.input.input_processor import ChatArguments, InputProcessor
 from octavo.messages import EngineOutput, EngineRequest
+from octavo.output.output_processor import OutputProcessor
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.policy import Policy
 
 
-class AsyncEngine:
-    """A loaded model, for the event loop it is made in. `AsyncEngine.start` loads one."""
+class LoadedEngine(Protocol):
+    """A loaded model that can be connected to: `build.Engine` or `supervisor.EngineProcess`."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.info: ModelInfo = engine.info
+    info: ModelInfo
+    inputs: InputProcessor
+    outputs: OutputProcessor
+
+    def connect(self, deliver: Deliver, on_death: OnDeath) -> Client:
+        """Start to serve; outputs and deaths come in a thread of the client."""
+
+
+class AsyncEngine:
+    """A loaded model, for the event loop it is made in. `AsyncEngine.start` loads one.
+
+    The engine may die and be replaced by another: streams under way end with EngineDeadError then.
+    """
+
+    def __init__(self, engine: LoadedEngine) -> None:
+        self.info = engine.info
         self._inputs = engine.inputs
         self._outputs = engine.outputs
         self._loop = asyncio.get_running_loop()
         self._streams: dict[str, Inbox] = {}
         self._ids = (f"request-{i}" for i in itertools.count())
-        self._client = ThreadClient(engine.core, self._deliver_from_thread, self._die_from_thread)
+        self._client = engine.connect(self._deliver_from_thread, self._die_from_thread)
 
     @classmethod
     async def start(cls, config: EngineConfig) -> AsyncEngine:
-        """Load the model, off the loop, and start serving."""
-        return cls(await asyncio.to_thread(build_engine, config))
+        """Load the model in a process of its own and start serving."""
+        from octavo.engine.supervisor import EngineProcess  # starts processes: only where one is wanted
+
+        return cls(await asyncio.to_thread(EngineProcess.start, config))
 
     @property
-    def alive(self) -> bool:
-        """Whether requests are served."""
-        return self._client.alive
+    def trouble(self) -> str | None:
+        """Why no requests are served at the moment; None while they are."""
+        return self._client.trouble
 
     @property
     def num_streams(self) -> int:
@@ -63,7 +80,7 @@ class AsyncEngine:
 
         priority: smaller goes first; refused unless the engine's policy is priority.
         """
-        self._client.check_alive()
+        self._check_serving()
         self._check_priority(priority)
         request = self._inputs.process(
             prompt, params, request_id=next(self._ids), arrival=time.monotonic(), priority=priority
@@ -82,7 +99,7 @@ class AsyncEngine:
 
         chat: arguments of the model's chat template; see `ChatTemplate.render`.
         """
-        self._client.check_alive()
+        self._check_serving()
         self._check_priority(priority)
         request = self._inputs.process_chat(
             messages, params, request_id=next(self._ids), arrival=time.monotonic(), priority=priority, **chat
@@ -93,6 +110,10 @@ class AsyncEngine:
         """Stop the engine after the step it is in; open streams end with EngineDeadError."""
         await asyncio.to_thread(self._client.close)
         self._die("the engine was closed")
+
+    def _check_serving(self) -> None:
+        if (trouble := self._client.trouble) is not None:
+            raise EngineDeadError(trouble)
 
     def _check_priority(self, priority: int) -> None:
         if priority and self.info.policy is not Policy.PRIORITY:
@@ -136,7 +157,7 @@ class AsyncEngine:
                 inbox.put(output)
 
     def _die_from_thread(self, error: BaseException) -> None:
-        self._call_in_loop(self._die, f"the engine stopped: {type(error).__name__}: {error}")
+        self._call_in_loop(self._die, _cause(error))
 
     def _call_in_loop(self, function: Callable[[Any], None], argument: Any) -> None:
         try:
@@ -149,3 +170,10 @@ class AsyncEngine:
     def _die(self, cause: str) -> None:
         for inbox in self._streams.values():
             inbox.put(EngineDeadError(cause))
+
+
+def _cause(error: BaseException) -> str:
+    """Why the engine died, in a sentence."""
+    if isinstance(error, EngineDeadError):
+        return str(error)
+    return f"the engine stopped: {type(error).__name__}: {error}"

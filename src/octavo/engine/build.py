@@ -6,16 +6,17 @@ Rule: the order is the point. Nothing is allocated before the bill is known to f
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.config.schema import EngineConfig
 from octavo.engine.core import EngineCore
-from octavo.errors import CheckpointError, ConfigError
+from octavo.engine.core_client import Client, Deliver, OnDeath, ThreadClient
+from octavo.engine.model_info import ModelInfo
+from octavo.engine.text import Text
 from octavo.executor.uniproc import UniprocExecutor
-from octavo.input.chat_template import ChatTemplate
 from octavo.input.input_processor import InputProcessor
-from octavo.input.tokenizer import Tokenizer
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.kv_cache.sizing import MemoryBill, make_bill
 from octavo.output.output_processor import OutputProcessor
@@ -24,49 +25,52 @@ from octavo.runner.cpu_model_runner import CPUModelRunner
 from octavo.runner.model_runner import ModelRunner
 from octavo.scheduler.policy import Policy
 from octavo.scheduler.scheduler import Scheduler, SchedulerLimits
-from octavo.weights.checkpoint import Checkpoint, naming
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What is served, for people and /v1/models."""
-
-    name: str
-    backend: str
-    weight_formats: str
-    kv_dtype: str
-    policy: Policy
-    max_model_len: int
-    vocab_size: int
-    bill: MemoryBill
-    load_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """An engine's parts: the core, and what turns text into requests and outputs into text."""
+    """An engine's parts, in this process: the core, and what turns text into requests and outputs into
+    text."""
 
     core: EngineCore
     inputs: InputProcessor
     outputs: OutputProcessor
     info: ModelInfo
 
+    def connect(self, deliver: Deliver, on_death: OnDeath) -> Client:
+        """Run the core in a thread of its own. Whoever has the client owns the core."""
+        return ThreadClient(self.core, deliver, on_death)
+
 
 def build_engine(config: EngineConfig) -> Engine:
     """An engine for a config, loaded and ready to step."""
+    made: list[InputProcessor] = []
+    # First: a tokenizer that can't be served should not cost a load.
+    core, info = build_core(
+        config, before_loading=lambda runner: made.append(input_processor(config, runner))
+    )
+    (inputs,) = made
+    return Engine(core, inputs, OutputProcessor(inputs.tokenizer), info)
+
+
+def build_core(
+    config: EngineConfig, *, before_loading: Callable[[ModelRunner], None] = lambda _: None
+) -> tuple[EngineCore, ModelInfo]:
+    """The core alone, which knows no text. before_loading: called when the model is known and nothing is
+    allocated yet."""
     started = time.perf_counter()
     runner = CPUModelRunner(config.model, config)
     try:
-        return _build(config, runner, started)
+        before_loading(runner)
+        bill = bill_for(config, runner)
+        runner.load(bill.num_blocks)
     except BaseException:
         runner.close()
         raise
+    return _wire(config, runner, bill), _info(config, runner, bill, time.perf_counter() - started)
 
 
-def _build(config: EngineConfig, runner: ModelRunner, started: float) -> Engine:
-    inputs = input_processor(config, runner)  # first: a tokenizer not served should not cost a load
-    bill = bill_for(config, runner)
-    runner.load(bill.num_blocks)
+def _wire(config: EngineConfig, runner: ModelRunner, bill: MemoryBill) -> EngineCore:
     kv = KVCacheManager(
         bill.num_blocks,
         runner.program.kv_groups,
@@ -76,7 +80,11 @@ def _build(config: EngineConfig, runner: ModelRunner, started: float) -> Engine:
     limits = SchedulerLimits(config.max_num_batched_tokens, config.max_num_seqs)
     boundary = runner.program.rope_boundary
     scheduler = Scheduler(limits, kv, policy=Policy(config.policy), rope_boundary=boundary)
-    info = ModelInfo(
+    return EngineCore(scheduler, UniprocExecutor(runner))
+
+
+def _info(config: EngineConfig, runner: ModelRunner, bill: MemoryBill, seconds: float) -> ModelInfo:
+    return ModelInfo(
         name=Path(config.model).stem if config.model.endswith(".gguf") else config.model,
         backend=runner.backend.name,
         weight_formats=" and ".join(runner.weight_formats),
@@ -85,10 +93,8 @@ def _build(config: EngineConfig, runner: ModelRunner, started: float) -> Engine:
         max_model_len=runner.max_model_len,
         vocab_size=runner.program.vocab_size,
         bill=bill,
-        load_seconds=time.perf_counter() - started,
+        load_seconds=seconds,
     )
-    core = EngineCore(scheduler, UniprocExecutor(runner))
-    return Engine(core, inputs, OutputProcessor(inputs.tokenizer), info)
 
 
 def bill_for(config: EngineConfig, runner: ModelRunner) -> MemoryBill:
@@ -104,35 +110,6 @@ def bill_for(config: EngineConfig, runner: ModelRunner) -> MemoryBill:
 
 def input_processor(config: EngineConfig, runner: ModelRunner) -> InputProcessor:
     """What turns text into requests for the runner's model."""
-    path = runner.checkpoint.path
-    with naming(path):
-        tokenizer = _tokenizer(config, runner.checkpoint)
-        template = _chat_template(tokenizer)
-    if tokenizer.vocab_size > runner.program.vocab_size:
-        raise CheckpointError(
-            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, but the model has embeddings for "
-            f"{runner.program.vocab_size}; convert the model again"
-        )
-    return InputProcessor(
-        tokenizer, template, max_model_len=runner.max_model_len, vocab_size=runner.program.vocab_size
+    return Text.of(config, runner.checkpoint).inputs(
+        max_model_len=runner.max_model_len, vocab_size=runner.program.vocab_size
     )
-
-
-def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
-    """Of the files beside a directory's weights, or of what a GGUF file says of itself."""
-    if not checkpoint.path.is_dir():
-        return Tokenizer.from_gguf(checkpoint.metadata, pre_tokenizer=config.pre_tokenizer or None)
-    if config.pre_tokenizer:
-        raise ConfigError(
-            f"--pre-tokenizer is {config.pre_tokenizer!r}, but {checkpoint.path} is a directory, whose own "
-            "tokenizer files say how text is cut; leave it out"
-        )
-    return Tokenizer.from_directory(checkpoint.path)
-
-
-def _chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
-    if not tokenizer.chat_templates:
-        return None
-    bos = "" if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id)
-    eos = tokenizer.token_text(tokenizer.eos_ids[0]) if tokenizer.eos_ids else ""
-    return ChatTemplate(tokenizer.chat_templates, bos_token=bos, eos_token=eos)

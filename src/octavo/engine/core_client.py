@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 from octavo.engine.core import EngineCore
 from octavo.errors import EngineDeadError, OctavoError
@@ -17,6 +18,27 @@ from octavo.messages import EngineOutput, EngineRequest
 from octavo.request import FinishReason
 
 logger = logging.getLogger(__name__)
+
+#: Takes a step's outputs, and the error of an engine that stopped; called in a thread of the client.
+Deliver = Callable[[list[EngineOutput]], None]
+OnDeath = Callable[[BaseException], None]
+
+
+class Client(Protocol):
+    """An engine core that steps by itself, here or elsewhere."""
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no requests are served at the moment; None while they are."""
+
+    def add(self, request: EngineRequest) -> None:
+        """Hand over a request; EngineDeadError if nobody is there to take it."""
+
+    def abort(self, request_id: str) -> None:
+        """End a request early; its last output has finish_reason abort."""
+
+    def close(self) -> None:
+        """Stop the core after the step it is in, and free it."""
 
 
 class InProcessClient:
@@ -54,16 +76,10 @@ class InProcessClient:
 class ThreadClient:
     """The core in a thread of its own, which steps while there are requests and sleeps otherwise.
 
-    deliver is called in that thread with each step's outputs, and on_death once, with the error, should
-    the loop ever fail.
+    on_death is called once, should the loop ever fail.
     """
 
-    def __init__(
-        self,
-        core: EngineCore,
-        deliver: Callable[[list[EngineOutput]], None],
-        on_death: Callable[[BaseException], None],
-    ) -> None:
+    def __init__(self, core: EngineCore, deliver: Deliver, on_death: OnDeath) -> None:
         self._core = core
         self._deliver = deliver
         self._on_death = on_death
@@ -73,26 +89,24 @@ class ThreadClient:
         self._thread.start()
 
     @property
-    def alive(self) -> bool:
-        """Whether requests are still served."""
-        return self._thread.is_alive() and self._error is None
-
-    def check_alive(self) -> None:
-        """Raise EngineDeadError unless requests are served."""
-        if not self.alive:
-            raise EngineDeadError(f"the engine has stopped{_cause(self._error)}; restart the server")
+    def trouble(self) -> str | None:
+        """See Client."""
+        if self._thread.is_alive() and self._error is None:
+            return None
+        return f"the engine has stopped{_cause(self._error)}; restart the server"
 
     def add(self, request: EngineRequest) -> None:
-        """Hand over a request; EngineDeadError if nobody is there to take it."""
-        self.check_alive()
+        """See Client."""
+        if self.trouble is not None:
+            raise EngineDeadError(self.trouble)
         self._inbox.put(request)
 
     def abort(self, request_id: str) -> None:
-        """End a request early; its last output has finish_reason abort."""
+        """See Client."""
         self._inbox.put(request_id)
 
     def close(self) -> None:
-        """Stop the thread after the step it is in, and free the core."""
+        """See Client."""
         self._inbox.put(None)
         self._thread.join()
 
@@ -115,25 +129,28 @@ class ThreadClient:
             message = self._inbox.get()
             if message is None:
                 return False
-            output = self._abort(message) if isinstance(message, str) else self._admit(message)
+            if isinstance(message, str):
+                output = self._core.abort(message)
+            else:
+                output = add_or_refuse(self._core, message)
             if output is not None:
                 self._deliver([output])
         return True
 
-    def _abort(self, request_id: str) -> EngineOutput | None:
-        return self._core.abort(request_id)
 
-    def _admit(self, request: EngineRequest) -> EngineOutput | None:
-        try:
-            self._core.add(request)
-        except OctavoError as error:  # refused: that is this request's end, and nobody else's
-            return EngineOutput(
-                request_id=request.request_id,
-                new_token_ids=[],
-                finish_reason=FinishReason.ERROR,
-                error=str(error),
-            )
-        return None
+def add_or_refuse(core: EngineCore, request: EngineRequest) -> EngineOutput | None:
+    """Queue a request. One that the core refuses has ended: that is its own output, and nobody else's
+    concern."""
+    try:
+        core.add(request)
+    except OctavoError as error:
+        return EngineOutput(
+            request_id=request.request_id,
+            new_token_ids=[],
+            finish_reason=FinishReason.ERROR,
+            error=str(error),
+        )
+    return None
 
 
 def _cause(error: BaseException | None) -> str:

@@ -17,8 +17,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from octavo.config.resolve import resolve
 from octavo.config.schema import EngineConfig
-from octavo.engine.build import ModelInfo, build_engine
+from octavo.engine.build import build_engine
 from octavo.engine.core_client import InProcessClient
+from octavo.engine.model_info import ModelInfo
 from octavo.errors import InvalidRequestError
 from octavo.input.input_processor import ChatArguments
 from octavo.messages import EngineRequest

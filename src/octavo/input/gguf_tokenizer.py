@@ -57,7 +57,7 @@ def parts_from_gguf(metadata: Mapping[str, Any], pre_tokenizer: str | None = Non
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in _KINDS:
         raise UnsupportedModelError(
-            f"the model's tokenizer is of kind {str(kind)[:80]!r} (tokenizer.ggml.model); served are "
+            f"the model's tokenizer is of kind {repr(kind)[:80]} (tokenizer.ggml.model); served are "
             f"{', '.join(map(repr, _KINDS))}"
         )
     if kind != "gpt2" and pre_tokenizer is not None:
@@ -233,7 +233,7 @@ def _token_id(metadata: Mapping[str, Any], key: str, vocab_size: int) -> int | N
     if value is None:
         return None
     if type(value) is not int or not 0 <= value < vocab_size:
-        _fail(f"{key} is {str(value)[:80]!r}, but its tokens are 0..{vocab_size - 1}")
+        _fail(f"{key} is {repr(value)[:80]}, but its tokens are 0..{vocab_size - 1}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Which file builds which architecture, by Hugging Face's `model_type` (`gguf_config` maps GGUF's to these)."""
+"""Which file builds which architecture, by Hugging Face's `model_type`; `gguf_config` has these for GGUF."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ from fastapi.responses import JSONResponse
 
 import octavo
 from octavo.config.server import ServerConfig
-from octavo.engine.async_engine import AsyncEngine
-from octavo.engine.build import Engine
+from octavo.engine.async_engine import AsyncEngine, LoadedEngine
 from octavo.errors import QueueFullError
 from octavo.server import console, health
 from octavo.server.admission import Admission
@@ -25,7 +24,7 @@ from octavo.server.openai import chat, error_responses, models
 
 
 def create_app(
-    engine: Engine,
+    engine: LoadedEngine,
     server_config: ServerConfig | None = None,
     *,
     host: str = "127.0.0.1",

@@ -10,18 +10,19 @@ router = APIRouter()
 
 @router.get("/health")
 async def health(request: Request) -> JSONResponse:
-    """200 while the engine's loop runs, 503 once it has stopped: restart the server then."""
-    return _answer(request, "alive", "the engine has stopped; restart the server")
+    """200 while the engine runs and gets on; 503, with the reason, when it has ended, is being restarted, or
+    has not run for a while."""
+    return _answer(request, "alive")
 
 
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
     """200 while requests are taken. The server listens only once the model is loaded."""
-    return _answer(request, "ready", "the engine has stopped")
+    return _answer(request, "ready")
 
 
-def _answer(request: Request, good: str, bad: str) -> JSONResponse:
+def _answer(request: Request, good: str) -> JSONResponse:
     engine = request.app.state.engine
-    if engine.alive:
-        return JSONResponse({"status": good, "model": engine.info.name, "requests": engine.num_streams})
-    return JSONResponse({"status": bad, "model": engine.info.name}, 503)
+    trouble = engine.trouble
+    body = {"status": trouble or good, "model": engine.info.name, "requests": engine.num_streams}
+    return JSONResponse(body, 503 if trouble else 200)

@@ -39,6 +39,8 @@ def normalised(config: dict[str, Any], path: Path, *, has_head: bool) -> dict[st
         ("head_dim", max(config["hidden_size"] // heads, 1)),
     ):
         derived[key] = default if config.get(key) is None else _count(config, key, path)
+    if config.get("num_local_experts") is None and config.get("num_experts") is not None:
+        derived["num_local_experts"] = config["num_experts"]  # as version 4 of transformers wrote it
     derived["tie_word_embeddings"] = _flag(config, "tie_word_embeddings", not has_head, path)
     return derived | _rope(derived, path)
 
