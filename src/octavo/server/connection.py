@@ -8,10 +8,11 @@ on.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import Any, ClassVar
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from octavo.server.openai.error_responses import error_body
 
@@ -25,6 +26,8 @@ STALL_SECONDS = 30.0
 MAX_HEAD_NBYTES = 64 << 10
 #: How long one connection too many is kept for its request, so as to answer it.
 _TURN_AWAY_SECONDS = 1.0
+#: Requests that a client may send ahead of their turn.
+_MAX_AHEAD = 64
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 _REASONS |= {503: b"Service Unavailable"}
 
@@ -40,6 +43,7 @@ class Connection(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None  # runs while a head is awaited
         self._head_nbytes = 0
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._unanswered: deque[RequestResponseCycle] = deque()  # the one being answered is the first
 
     # -- asyncio's callbacks ---------------------------------------------------------------------------
 
@@ -79,6 +83,9 @@ class Connection(HttpToolsProtocol):
         """The client has gone, or was dropped."""
         self._head_timer = _cancelled(self._head_timer)
         self._stall_timer = _cancelled(self._stall_timer)
+        for cycle in self._unanswered:  # uvicorn tells only the last
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     # -- the parser's callbacks ------------------------------------------------------------------------
@@ -94,6 +101,11 @@ class Connection(HttpToolsProtocol):
         """It has ended."""
         self._head_timer = _cancelled(self._head_timer)
         super().on_headers_complete()
+        self._unanswered.append(self.cycle)
+        if len(self._unanswered) > 1:  # read on, as nobody else would notice that the client has gone
+            self.flow.resume_reading()
+        if len(self._unanswered) > _MAX_AHEAD:
+            self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
         """What was sent is not HTTP."""
@@ -103,6 +115,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """An answer was written, if not yet read."""
+        self._unanswered.popleft()
         super().on_response_complete()
         if self.transport.is_closing() and self.transport.get_write_buffer_size():
             self._abort_later()
@@ -124,21 +137,17 @@ class Connection(HttpToolsProtocol):
         if self._one_too_many:
             message = f"the server has {self.max_connections} connections open and takes no more; try again"
             self._refuse(503, "too_many_connections", message)
-        elif self._busy:  # a head ahead of its turn
+        elif self._unanswered:  # a head ahead of its turn
             self._await_head(HEAD_SECONDS)
         else:
             self._refuse(408, "request_timeout", f"the request's head took more than {HEAD_SECONDS:g} s")
-
-    @property
-    def _busy(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
 
     def _refuse(self, status: int, code: str, message: str) -> None:
         """Answer without troubling the application, and close."""
         self._head_timer = _cancelled(self._head_timer)
         if self.transport.is_closing():
             return
-        if not self._one_too_many and self._busy:  # in the middle of another answer
+        if self._unanswered:  # in the middle of another answer
             self.transport.abort()
             return
         kind = "server_error" if status >= 500 else "invalid_request_error"
