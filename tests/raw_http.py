@@ -83,3 +83,13 @@ async def read_answer(reader: asyncio.StreamReader, *, has_body: bool = True) ->
     headers = {name.lower(): value.strip() for name, _, value in pairs}
     length = int(headers.get("content-length", "0")) if has_body else 0
     return Answer(int(start.split()[1]), headers, await reader.readexactly(length))
+
+
+async def read_to_done(reader: asyncio.StreamReader) -> bytes:
+    """The rest of a stream of events, with its last."""
+    data = b""
+    while b"data: [DONE]\n\n" not in data[-40:]:
+        piece = await reader.read(1 << 16)
+        assert piece, f"the stream broke off after {data[-200:]!r}"
+        data += piece
+    return data

@@ -23,7 +23,7 @@ from octavo.engine.build import build_engine
 from octavo.server import connection
 from octavo.server.app import create_app
 from octavo.server.connection import Connection
-from raw_http import exchange, head, listening, read_answer
+from raw_http import exchange, head, listening, read_answer, read_to_done
 from serving import ENDLESS
 
 HI = [{"role": "user", "content": "the cat"}]
@@ -235,7 +235,7 @@ def test_bug_35_a_pool_of_one_and_a_half_sequences(tiny_path: Path, seed: int) -
                     answer = await read_answer(reader)
                     assert answer.status == 200, answer
                     if stream:
-                        await reader.readuntil(b"data: [DONE]\n\n")
+                        await read_to_done(reader)
                 ends.append("whole")
             except TimeoutError:
                 ends.append("left")
@@ -273,7 +273,7 @@ def test_who_does_not_read_costs_no_memory_and_is_dropped(
         await asyncio.sleep(0.3)
         assert all(len(inbox) == 16 for inbox in streams.values())
         reader, writer = await server.connect(post({"stream": True, "max_tokens": 20}))
-        await reader.readuntil(b"data: [DONE]\n\n")  # nobody else is held up
+        await read_to_done(reader)  # nobody else is held up
         writer.close()
         await server.until_idle(5)
         for client in clients:
