@@ -64,9 +64,10 @@ class Server:
 
     def processes(self) -> list[int]:
         """The server's process and the engine's."""
-        pid = self.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [pid, *map(int, children)]
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")  # of the thread that started it
+        children = [int(child) for task in tasks for child in task.read_text().split()]
+        assert children, "the engine has no process of its own"
+        return [self.process.pid, *children]
 
     def num_files(self) -> int:
         """Files and sockets that its processes have open."""
