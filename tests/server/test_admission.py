@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.config.schema import EngineConfig
 from octavo.config.server import ServerConfig
 from octavo.errors import InvalidRequestError, QueueFullError
 from octavo.server.admission import Admission, Ticket
@@ -105,8 +106,12 @@ def test_places_and_tickets_agree(steps: list[tuple[int, bool, float]]) -> None:
 
 
 def test_the_default_is_four_times_what_runs() -> None:
-    assert ServerConfig().capacity(8) == 40
-    assert ServerConfig(max_waiting=3).capacity(8) == 11
+    assert ServerConfig().capacity(EngineConfig(max_num_seqs=8)) == 40
+    assert ServerConfig(max_waiting=3).capacity(EngineConfig(max_num_seqs=8)) == 11
+
+
+def test_front_ends_share_the_places() -> None:
+    assert ServerConfig(max_waiting=3).capacity(EngineConfig(max_num_seqs=8, api_workers=2)) == 6
 
 
 # -- a real server ----------------------------------------------------------------------------------

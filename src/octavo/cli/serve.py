@@ -49,19 +49,26 @@ def serve(
         from octavo.engine.supervisor import EngineProcess
         from octavo.server.app import create_app
         from octavo.server.serving import run
+        from octavo.server.workers import Workers
 
-        engine = load(stderr, resolved, lambda: EngineProcess.start(resolved.config), lambda e: e.info)
+        config = resolved.config
+        engine = load(stderr, resolved, lambda: EngineProcess.start(config), lambda e: e.info)
         url = _url(listener)
-        app = create_app(engine, resolved_server.config, host=host, max_num_seqs=resolved.config.max_num_seqs)
-        run(
-            app,
-            listener,
-            resolved_server.config,
-            on_ready=lambda: stderr.print(f"[bold green]Ready[/] at {url}  [dim](Ctrl-C stops)[/]"),
-            on_drain=lambda seconds: stderr.print(
+
+        def on_ready() -> None:
+            stderr.print(f"[bold green]Ready[/] at {url}  [dim](Ctrl-C stops)[/]")
+
+        def on_drain(seconds: float) -> None:
+            stderr.print(
                 f"Stopping; open answers have {seconds:g} s to end [dim](Ctrl-C again stops at once)[/]"
-            ),
-        )
+            )
+
+        if config.api_workers > 1:
+            workers = Workers(listener, host, config, resolved_server.config, engine)
+            workers.run(on_ready=on_ready, on_drain=on_drain)
+        else:
+            app = create_app(engine, resolved_server.config, config, host=host)
+            run(app, listener, resolved_server.config, on_ready=on_ready, on_drain=on_drain)
 
 
 def _bind(host: str, port: int) -> socket.socket:

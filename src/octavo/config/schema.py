@@ -50,6 +50,7 @@ class EngineConfig:
     prefix_caching: bool = setting(True, "Keep KV blocks of finished requests and reuse them.")
     policy: str = setting("fcfs", "fcfs: first come, first served. priority: smaller priority first.")
     threads: int = setting(0, "Threads of the CPU backends; 0: as many as the machine or its quota allows.")
+    api_workers: int = setting(1, "Front-end processes that take requests before the engine's own process.")
     cache_dir: str = setting("", "Where models are kept; empty: octavo under the user's cache directory.")
     offline: bool = setting(False, "Fetch nothing: models come from this machine or not at all.")
 
@@ -68,6 +69,7 @@ class EngineConfig:
             ("max_num_batched_tokens", 1),
             ("kv_cache_gib", 0),
             ("threads", 0),
+            ("api_workers", 1),
         ):
             value = getattr(self, name)
             if not low <= value < 2**31:

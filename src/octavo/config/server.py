@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.config.schema import setting
+from octavo.config.schema import EngineConfig, setting
 from octavo.errors import ConfigError
 
 
@@ -44,6 +44,7 @@ class ServerConfig:
         if any(not key for key in self.api_key):
             raise ConfigError("api_key is empty; give a key, or leave it out to let everyone in")
 
-    def capacity(self, max_num_seqs: int) -> int:
-        """Requests under way at once, running and waiting."""
-        return max_num_seqs + (self.max_waiting or 4 * max_num_seqs)
+    def capacity(self, engine: EngineConfig) -> int:
+        """Requests under way at once, running and waiting, that one of the front ends takes."""
+        capacity = engine.max_num_seqs + (self.max_waiting or 4 * engine.max_num_seqs)
+        return -(-capacity // engine.api_workers)

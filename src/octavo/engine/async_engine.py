@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Protocol, Unpack
@@ -48,7 +49,8 @@ class AsyncEngine:
         self._outputs = engine.outputs
         self._loop = asyncio.get_running_loop()
         self._streams: dict[str, Inbox] = {}
-        self._ids = (f"request-{i}" for i in itertools.count())
+        name = secrets.token_hex(4)  # others may talk to the same core
+        self._ids = (f"request-{name}-{i}" for i in itertools.count())
         self._client = engine.connect(self._deliver_from_thread, self._die_from_thread)
 
     @classmethod

@@ -11,7 +11,7 @@ import threading
 import uuid
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import zmq
 
@@ -20,22 +20,46 @@ from octavo.engine.core_client import Deliver, OnDeath
 from octavo.errors import EngineDeadError
 from octavo.messages import EngineRequest
 
-if TYPE_CHECKING:  # it imports this module
-    from octavo.engine.supervisor import EngineProcess
-
 logger = logging.getLogger(__name__)
 
 _POLL_MS = 200
 
 
-class ProcessClient:
-    """See core_client.Client. on_death is called for each engine that dies; the next one serves again."""
+class Listener(Protocol):
+    """Who is told of an engine's lives. Called in a thread of whoever tells."""
 
-    def __init__(self, engine: EngineProcess, deliver: Deliver, on_death: OnDeath) -> None:
+    def engine_ready(self, address: str) -> None:
+        """An engine takes requests at `address`."""
+
+    def engine_died(self, error: EngineDeadError) -> None:
+        """Requests under way are lost."""
+
+
+class Lives(Protocol):
+    """An engine that is replaced when it dies."""
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no requests are served at the moment; None while they are."""
+
+    def listen(self, listener: Listener) -> None:
+        """Tell `listener` of this engine and of those after it."""
+
+    def close(self) -> None:
+        """Nobody here needs it any more."""
+
+
+class ProcessClient:
+    """See core_client.Client. on_death is called for each engine that dies; the next one serves again.
+
+    front: what this front end is called; drawn if empty.
+    """
+
+    def __init__(self, engine: Lives, deliver: Deliver, on_death: OnDeath, *, front: str = "") -> None:
         self._engine = engine
         self._deliver = deliver
         self._on_death = on_death
-        self._front = uuid.uuid4().hex
+        self._front = front or uuid.uuid4().hex
         self._directory = TemporaryDirectory(prefix="octavo-")
         self._context = zmq.Context()
         path = Path(self._directory.name) / "front"
@@ -68,6 +92,7 @@ class ProcessClient:
         if self._closing:
             return
         self._closing = True
+        self._send(wire.Goodbye(self._front))
         self._engine.close()
         self._thread.join()
         self._context.destroy(linger=0)

@@ -19,16 +19,18 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import msgspec
+import zmq
 
 from octavo import errors
 from octavo.config.schema import EngineConfig
 from octavo.engine import wire
 from octavo.engine.core_client import Client, Deliver, OnDeath
+from octavo.engine.engine_state import EngineState
 from octavo.engine.model_info import ModelInfo
-from octavo.engine.process_client import ProcessClient
+from octavo.engine.process_client import Listener, ProcessClient
 from octavo.engine.pulse import Pulse
 from octavo.engine.text import Text
 from octavo.errors import EngineDeadError, OctavoError
@@ -46,20 +48,11 @@ UNRESPONSIVE_SECONDS = 10.0
 #: So is one that has been in a single step for so long.
 HUNG_SECONDS = 300.0
 _POLL_SECONDS = 0.1
+_GOODBYE_MS = 500
 _STOP_SECONDS = 5.0
 #: Restarts wait 0.5 s, 1 s, 2 s .. up to this; an engine that served this long starts the count anew.
 _LONGEST_BACKOFF = 30.0
 _MOST_RESTARTS = 6
-
-
-class Listener(Protocol):
-    """Who is told of an engine's lives. Called in the supervisor's thread."""
-
-    def engine_ready(self, address: str) -> None:
-        """An engine takes requests at `address`."""
-
-    def engine_died(self, error: EngineDeadError) -> None:
-        """Requests under way are lost."""
 
 
 @dataclass(slots=True)
@@ -109,7 +102,11 @@ class EngineProcess:
         self._closing = threading.Event()
         self._settled = threading.Event()  # the first start has succeeded or failed
         self._start_error: BaseException | None = None
+        self._life = 0
         self.num_restarts = 0
+        self._directory = Path(tempfile.mkdtemp(prefix="octavo-", dir=_short_folder()))
+        #: Where other processes read what becomes of the engine: an EngineState.
+        self.state_path = self._directory / "state"
         self._thread = threading.Thread(target=self._run, name="octavo-supervisor", daemon=True)
 
     @classmethod
@@ -147,11 +144,7 @@ class EngineProcess:
             return self._trouble or "the engine is starting"
         if child.process.poll() is not None:
             return f"the engine has ended ({_how(child.process)}); it is being restarted"
-        if child.pulse.age > QUIET_SECONDS:
-            return f"the engine has not run for {child.pulse.age:.1f} s"
-        if child.pulse.step_seconds > HUNG_SECONDS:
-            return f"the engine has been in one step for {child.pulse.step_seconds:.0f} s"
-        return None
+        return trouble_of(child.pulse)
 
     @property
     def pid(self) -> int | None:
@@ -165,11 +158,23 @@ class EngineProcess:
             if self._address is not None:
                 listener.engine_ready(self._address)
 
+    def forget(self, front: str) -> None:
+        """End the requests of a front end that is gone."""
+        with self._lock:
+            if self._address is not None:
+                context = zmq.Context()
+                outbox = wire.connect(context, self._address)
+                outbox.setsockopt(zmq.LINGER, _GOODBYE_MS)
+                outbox.send(wire.encode(wire.Goodbye(front)))
+                outbox.close()
+                context.term()
+
     def close(self) -> None:
         """End the engine and stop watching."""
         self._closing.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     # -- the supervisor's thread --------------------------------------------------------------
 
@@ -236,12 +241,13 @@ class EngineProcess:
     def _announce_ready(self, ready: wire.Ready) -> None:
         if not self._settled.is_set():
             self.info = ready.info
-        self._settled.set()
         with self._lock:
             self._address = ready.address
-            self._trouble = None
             if self._listener is not None:
                 self._listener.engine_ready(ready.address)
+            self._trouble = None  # from now on requests come
+            self._publish()
+        self._settled.set()
 
     def _announce_death(self, error: BaseException, failures: int) -> None:
         if failures > _MOST_RESTARTS:
@@ -249,9 +255,25 @@ class EngineProcess:
         else:
             self._trouble = f"{error}; it is being restarted"
         logger.critical("%s", self._trouble)
+        self._publish()
         with self._lock:
             if self._listener is not None:
                 self._listener.engine_died(EngineDeadError(self._trouble))
+
+    def _publish(self) -> None:
+        child = self._child
+        pulse = None if child is None else str(child.directory / "pulse")
+        self._life += self._address is not None
+        EngineState(self._life, self._address, pulse, self._trouble, self.info).write(self.state_path)
+
+
+def trouble_of(pulse: Pulse) -> str | None:
+    """What an engine's pulse says is wrong with it, if anything."""
+    if pulse.age > QUIET_SECONDS:
+        return f"the engine has not run for {pulse.age:.1f} s"
+    if pulse.step_seconds > HUNG_SECONDS:
+        return f"the engine has been in one step for {pulse.step_seconds:.0f} s"
+    return None
 
 
 def _backoff(failures: int) -> float:

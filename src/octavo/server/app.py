@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 import octavo
+from octavo.config.schema import EngineConfig
 from octavo.config.server import ServerConfig
 from octavo.engine.async_engine import AsyncEngine, LoadedEngine
 from octavo.errors import QueueFullError
@@ -26,15 +27,16 @@ from octavo.server.openai import chat, error_responses, models
 def create_app(
     engine: LoadedEngine,
     server_config: ServerConfig | None = None,
+    engine_config: EngineConfig | None = None,
     *,
     host: str = "127.0.0.1",
-    max_num_seqs: int = 32,
 ) -> FastAPI:
     """The app that serves a loaded engine; it owns the engine and closes it at shutdown.
 
-    host: where it listens. max_num_seqs: as the engine's.
+    host: where it listens. Configs that are not given are the defaults.
     """
     config = server_config or ServerConfig()
+    capacity = config.capacity(engine_config or EngineConfig())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -48,7 +50,7 @@ def create_app(
     app = FastAPI(
         title="Octavo", version=octavo.__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
-    app.state.admission = Admission(config.capacity(max_num_seqs))
+    app.state.admission = Admission(capacity)
     app.add_middleware(
         Gate,
         admission=app.state.admission,
