@@ -2,7 +2,8 @@
 
 Starts `octavo serve` with a key and lets clients send it, at random: answers whole and streamed, streams that
 are left, requests that are given up before their answer, prompts that are long or too long, wrong keys, bad
-JSON, unknown fields, odd paths, forged hosts. Every request must end in one of four ways, as seen by its
+JSON, unknown fields, odd paths, forged hosts. First the whole KV pool is written once, since the system
+counts memory when it is first touched. Every request must end in one of four ways, as seen by its
 client: ok, refused (as it should be, or because the server is full), aborted (by the client), error (all
 else). Afterwards nothing may be under way. Memory of the server's processes is sampled, and its slope after
 the first fifth of the time fitted by least squares. The last line of standard output is JSON; the exit code
@@ -34,8 +35,10 @@ import numpy as np
 
 KEY = "soak-key"
 CHAT = "/v1/chat/completions"
+DEFAULT_FLAGS = ["--max-model-len", "1024", "--max-num-seqs", "8", "--kv-cache-gib", "0.25"]
 MAX_SLOPE = 1.0  # MB a minute
 _SAMPLE_SECONDS = 2.0
+_BLOCK_TOKENS = 16
 #: What clients do, and how often.
 KINDS = {
     "whole": 8, "stream": 12, "leave a stream": 6, "give up": 4, "long prompt": 2, "too long": 1,
@@ -50,8 +53,8 @@ _FULL = 429
 
 
 @contextmanager
-def server(model: str, flags: list[str]) -> Iterator[tuple[str, int]]:
-    """A server's address and process id."""
+def server(model: str, flags: list[str]) -> Iterator[tuple[str, int, int]]:
+    """A server's address, process id, and the tokens that its KV pool holds."""
     command = [
         sys.executable,
         "-m",
@@ -72,7 +75,9 @@ def server(model: str, flags: list[str]) -> Iterator[tuple[str, int]]:
                 if process.poll() is not None:
                     sys.exit(f"the server ended:\n{Path(log.name).read_text()}")
                 time.sleep(0.1)
-            yield match[1], process.pid
+            blocks = re.search(r"(\d+) KV\s+blocks", Path(log.name).read_text())
+            assert blocks, "it says how many"
+            yield match[1], process.pid, int(blocks[1]) * _BLOCK_TOKENS
             process.send_signal(signal.SIGTERM)
             if (code := process.wait(60)) != 0:
                 sys.exit(f"the server ended with exit code {code}:\n{Path(log.name).read_text()[-4000:]}")
@@ -101,6 +106,14 @@ class Soak:
         self._client = client
         self._rng = rng
         self._context = context
+
+    async def fill(self, num_tokens: int) -> None:
+        """Send prompts, each its own, until they have that many tokens together."""
+        while num_tokens > 0:
+            content = " ".join(self._words(self._context // 6))
+            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+            answer = (await self._client.post(CHAT, json=body)).raise_for_status()
+            num_tokens -= answer.json()["usage"]["prompt_tokens"]
 
     async def request(self) -> None:
         """Send one, and enter how it ended."""
@@ -191,16 +204,18 @@ def slope_mb_per_minute(samples: list[tuple[float, float]]) -> float:
     return float(np.polyfit(seconds / 60, mb, 1)[0])
 
 
-async def soak(url: str, pid: int, minutes: float, clients: int, pause: float, seed: int) -> dict[str, Any]:
+async def soak(url: str, pid: int, pool: int, args: argparse.Namespace) -> dict[str, Any]:
     """Run the clients, and what came of it."""
+    minutes, clients, pause = args.minutes, args.clients, args.pause
     headers = {"Authorization": f"Bearer {KEY}"}
     limits = httpx.Limits(max_connections=clients * 2)
     samples: list[tuple[float, float]] = []
-    started = time.monotonic()
-    end = started + minutes * 60
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=120, limits=limits) as client:
         (model,) = (await client.get("/v1/models")).json()["data"]
-        everyone = Soak(client, random.Random(seed), model["max_model_len"])
+        everyone = Soak(client, random.Random(args.seed), model["max_model_len"])
+        await everyone.fill(pool + pool // 4)
+        started = time.monotonic()
+        end = started + minutes * 60
 
         async def one() -> None:
             while time.monotonic() < end:
@@ -251,8 +266,8 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     args, flags = parser.parse_known_args()
-    with server(args.model, flags or ["--max-model-len", "1024", "--max-num-seqs", "8"]) as (url, pid):
-        result = asyncio.run(soak(url, pid, args.minutes, args.clients, args.pause, args.seed))
+    with server(args.model, flags or DEFAULT_FLAGS) as (url, pid, pool):
+        result = asyncio.run(soak(url, pid, pool, args))
     for name, value in result.items():
         print(f"{name:>22}  {value}")
     print(json.dumps(result))
