@@ -23,7 +23,8 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     engine = RemoteEngine.start(settings.config, Path(settings.state), settings.front)
     listener = socket.socket(fileno=settings.listener)
-    run(create_app(engine), listener, on_ready=_say_ready, on_drain=lambda _: None)
+    app = create_app(engine, settings.server, settings.config, host=settings.host)
+    run(app, listener, settings.server, on_ready=_say_ready, on_drain=lambda _: None)
 
 
 def _say_ready() -> None:
