@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
+from octavo.errors import InvalidRequestError
 from octavo.sampling_params import SamplingParams
 
 _GROUP = Group("Sampling", sort_key=0)
@@ -37,7 +38,11 @@ class SamplingFlags:
     ] = ()
 
     def params(self) -> SamplingParams:
-        """The engine's form of these flags."""
+        """The engine's form of these flags. InvalidRequestError where one is out of range."""
+        if self.max_tokens == 0:
+            raise InvalidRequestError(
+                "max_tokens is 0, which would generate nothing; give at least 1", param="max_tokens"
+            )
         return SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
