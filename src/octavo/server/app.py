@@ -24,7 +24,7 @@ def create_app(engine: LoadedEngine) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.engine = AsyncEngine(engine)
-        app.state.metrics = Metrics(app.state.engine)
+        app.state.metrics = Metrics(app.state.engine, getattr(app.state, "peers", None))
         try:
             yield
         finally:

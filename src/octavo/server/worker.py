@@ -13,6 +13,7 @@ from pathlib import Path
 
 from octavo.engine.remote_engine import RemoteEngine
 from octavo.server.app import create_app
+from octavo.server.peers import Peers
 from octavo.server.serving import run
 from octavo.server.workers import read_settings
 
@@ -23,7 +24,9 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     engine = RemoteEngine.start(settings.config, Path(settings.state), settings.front)
     listener = socket.socket(fileno=settings.listener)
-    run(create_app(engine), listener, on_ready=_say_ready, on_drain=lambda _: None)
+    app = create_app(engine)
+    app.state.peers = Peers(Path(settings.state).parent, settings.front)
+    run(app, listener, on_ready=_say_ready, on_drain=lambda _: None)
 
 
 def _say_ready() -> None:
