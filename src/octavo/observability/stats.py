@@ -103,7 +103,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     Gauges are read from queues and pools when asked for. steps, tokens, preemptions, ends: since it started.
     ends: requests that ended in the core, by FinishReason. seconds_since_step: since the last step ended;
     None before the first. step_running: how long the present step has been running; 0 between steps. pid: of
-    the process that steps. sizes: entries of internal containers; all 0 when idle. gc_pauses: by generation, if the core has a process of its own.
+    the process that steps. sizes: entries of internal containers; all 0 when idle. gc_pauses: by generation,
+    if the core has a process of its own.
     """
 
     running: int
