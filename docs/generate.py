@@ -140,8 +140,8 @@ Beside these, `process_*` of Prometheus' own client: resident memory, CPU time, 
 process; and `octavo_engine_process_*` of the engine's, where it has one of its own.
 
 With `--api-workers` any of them answers for all: requests, times and pauses are sums, those of the others up
-to half a second old, and a worker that died keeps its counts. `process_*` is of the one that answered. Counters
-of the engine begin at 0 when it is restarted; those of requests go on.
+to half a second old, and a worker that died keeps its counts. `process_*` is of the one that answered.
+Counters of the engine begin at 0 when it is restarted; those of requests go on.
 
 ## What adds up
 

@@ -125,7 +125,7 @@ def outcome(path: Path, backend: str) -> OctavoError | None:
     return None
 
 
-def check(path: Path, what: str) -> None:
+def assert_loads_or_is_refused(path: Path, what: str) -> None:
     """The model at `path`, which `what` was done to, loads or is refused as it should be."""
     for backend in BACKENDS:
         started = time.monotonic()
@@ -145,7 +145,7 @@ def test_a_damaged_gguf_file(seed: int, gguf_seeds: list[bytes], tmp_path: Path)
     data, what = mutate_gguf(rng.choice(gguf_seeds), rng)
     path = tmp_path / "fuzzed.gguf"
     path.write_bytes(data)
-    check(path, what)
+    assert_loads_or_is_refused(path, what)
 
 
 @pytest.mark.parametrize("seed", range(250))
@@ -153,7 +153,7 @@ def test_a_damaged_directory(seed: int, directory_seeds: dict[str, Path], tmp_pa
     rng = random.Random(f"directory {seed}")
     path = tmp_path / "fuzzed-model"
     shutil.copytree(rng.choice(list(directory_seeds.values())), path)
-    check(path, mutate_directory(path, rng))
+    assert_loads_or_is_refused(path, mutate_directory(path, rng))
 
 
 @pytest.mark.parametrize(

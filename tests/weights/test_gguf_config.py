@@ -156,10 +156,11 @@ def test_longrope_of_an_impossible_context(path: Path, original: object) -> None
 
 
 def test_factors_belong_to_the_config(path: Path) -> None:
-    """They count as used."""
+    """They count as used: nothing is raised."""
     checkpoint = write(path, extra={"rope_freqs.weight": FACTORS})
     left = [f"model.layers.0.self_attn.{p}_proj.weight" for p in "qkv"]
     checkpoint.check_all_used(["model.embed_tokens.weight", *left])
+    assert checkpoint.config["rope_parameters"]["rope_type"] != "default"
 
 
 def test_yarn_of_gpt_oss_is_not_rounded(path: Path) -> None:

@@ -148,7 +148,7 @@ class RequestLog:
             self._itl.observe((now - entry.last_token) / new, new)
         if new:
             entry.last_token = now
-        entry.completion = len(output.token_ids)
+        entry.completion = output.num_tokens
         if output.finish_reason is not None:
             entry.reason, entry.error = output.finish_reason, output.error
 

@@ -1,7 +1,7 @@
 """Asking an engine process for its numbers, whatever it is doing.
 
 A thread of that process answers on a socket beside the engine's own. Rule: the thread only asks the core,
-which says what it knows also in the middle of a step; so a hung engine can be asked since when it hangs.
+which says what it knows also in the middle of a step; so a hung engine can still say since when it hangs.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from octavo.engine.async_engine import AsyncEngine, LoadedEngine
 from octavo.server import console, health, metrics, version
 from octavo.server.limits import BodyLimit
 from octavo.server.metrics import Metrics, RequestOrigins
-from octavo.server.openai import chat, error_responses, models
+from octavo.server.openai import chat, completions, error_responses, models, tokenization
 
 
 def create_app(engine: LoadedEngine) -> FastAPI:
@@ -43,5 +43,7 @@ def create_app(engine: LoadedEngine) -> FastAPI:
     app.include_router(version.router)
     app.include_router(models.router)
     app.include_router(chat.router)
+    app.include_router(completions.router)
+    app.include_router(tokenization.router)
     app.include_router(console.router)
     return app

@@ -32,6 +32,7 @@ import numpy.typing as npt
 
 from octavo.errors import CheckpointError, UnsupportedModelError
 from octavo.quantization.conversion import dequantize
+from octavo.weights import pages
 
 DEFAULT_ALIGNMENT = 32
 #: A metadata array may hold arrays; nobody nests deeper than two.
@@ -170,12 +171,10 @@ class GGUFFile:
             raise UnsupportedModelError(f"{self.path}: tensor {name!r}: {error}") from error
 
     def release(self, name: str) -> None:
-        """Unmap the tensor's pages; a view onto them reads them again from the page cache."""
+        """Let go of the tensor's pages; a view onto them reads them again from the page cache."""
         info = self.tensors[name]
-        page = mmap.PAGESIZE
-        begin, end = -(-info.offset // page) * page, (info.offset + info.nbytes) // page * page
-        if self._bytes is not None and begin < end and hasattr(self._mmap, "madvise"):
-            self._mmap.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        if self._bytes is not None:
+            pages.release(self._mmap, info.offset, info.nbytes)
 
     def unstack(self, names: Iterable[str]) -> None:
         """Replace each of these tensors [N, ...] by its N matrices or vectors: name[0], name[1], ..."""

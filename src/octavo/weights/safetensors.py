@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.errors import CheckpointError
+from octavo.weights import pages
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_DIMS = 8
@@ -95,12 +96,10 @@ class SafetensorsFile:
         return self._bytes[info.offset : info.offset + info.nbytes].reshape(rows, -1)
 
     def release(self, name: str) -> None:
-        """Unmap the tensor's pages; a view onto them reads them again from the page cache."""
+        """Let go of the tensor's pages; a view onto them reads them again from the page cache."""
         info = self.tensors[name]
-        page = mmap.PAGESIZE
-        begin, end = -(-info.offset // page) * page, (info.offset + info.nbytes) // page * page
-        if self._bytes is not None and begin < end and hasattr(self._mmap, "madvise"):
-            self._mmap.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        if self._bytes is not None:
+            pages.release(self._mmap, info.offset, info.nbytes)
 
     def close(self) -> None:
         """Let go of the file. Views handed out by `raw` keep the mapping alive for themselves."""
