@@ -1,7 +1,7 @@
 """Makes the generated pages of docs/ anew: `make docs`. A test checks that they are up to date.
 
 docs/program.md    the listing of the default model's program, and its memory bill
-docs/settings.md   every setting of the engine
+docs/settings.md   every setting of the engine and the server
 docs/metrics.md    every metric, and the record of a request's end
 """
 
@@ -16,6 +16,7 @@ from octavo.backends.native.table import NativeKernelTable
 from octavo.config import env
 from octavo.config.resolve import resolve
 from octavo.config.schema import EngineConfig
+from octavo.config.server import ServerConfig
 from octavo.engine.request_record import REFUSALS, RequestRecord
 from octavo.kv_cache.sizing import make_bill
 from octavo.models.registry import model_builder
@@ -99,22 +100,33 @@ def _cost_row(name: str, costs: list[OpCost]) -> str:
     return f"| {name} | {flops:.2f} | " + " | ".join(f"{value:.1f}" for value in columns) + " |"
 
 
-def settings_page() -> str:
-    """docs/settings.md."""
+def _settings_table(schema: type) -> str:
     rows = "\n".join(
         f"| `--{field.name.replace('_', '-')}` | `{env.variable(field.name)}` | "
-        f"`{field.default!r}` | {field.metadata['help']} |"
-        for field in dataclasses.fields(EngineConfig)
+        f"`{'' if field.default == () else field.default!r}` | {field.metadata['help']} |"
+        for field in dataclasses.fields(schema)
     )
+    return f"""| flag | environment | default | what it does |
+|---|---|---|---|
+{rows}"""
+
+
+def settings_page() -> str:
+    """docs/settings.md."""
     return f"""# Settings
 
-Made by `make docs` from [config/schema.py](../src/octavo/config/schema.py); a test checks it. A flag wins
-over the environment, and that over the default. `octavo serve --explain-config` prints what is in force and
-why. In Python the same names are arguments: `LLM("smollm2-135m-instruct", max_num_seqs=64)`.
+Made by `make docs` from [config/](../src/octavo/config/schema.py); a test checks it. A flag wins over the
+environment, and that over the default. `octavo serve --explain-config` prints what is in force and why.
 
-| flag | environment | default | what it does |
-|---|---|---|---|
-{rows}
+## The engine
+
+In Python the same names are arguments: `LLM("smollm2-135m-instruct", max_num_seqs=64)`.
+
+{_settings_table(EngineConfig)}
+
+## The server
+
+{_settings_table(ServerConfig)}
 """
 
 

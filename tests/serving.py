@@ -10,6 +10,7 @@ Also the tiny model that they serve: its context is long, so that a stream left 
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -71,6 +72,22 @@ class Server:
             assert time.monotonic() < deadline, f"after {seconds} s: {self.health()}"
             time.sleep(0.02)
 
+    def processes(self) -> list[int]:
+        """The server's process and the engine's."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")  # of the thread that started it
+        children = [int(child) for task in tasks for child in task.read_text().split()]
+        assert children, "the engine has no process of its own"
+        return [self.process.pid, *children]
+
+    def num_files(self) -> int:
+        """Files and sockets that its processes have open."""
+        return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in self.processes())
+
+    def rss(self) -> int:
+        """Bytes of memory that its processes have in use."""
+        pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self.processes())
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
     def stop(self, number: int = signal.SIGINT, seconds: float = 20) -> int:
         """Send a signal and wait for the end; the exit code."""
         self.process.send_signal(number)
@@ -81,7 +98,9 @@ class Server:
 def serve(model: Path, *flags: str) -> Iterator[Server]:
     """`octavo serve`, ready to answer."""
     command = [sys.executable, "-m", "octavo", "serve", "--port", "0", "--model", str(model)]
-    command += ["--threads", "1", "--kv-cache-gib", "0.25", *flags]
+    command += ["--threads", "1", *flags]
+    if "--kv-cache-gib" not in flags:
+        command += ["--kv-cache-gib", "0.25"]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log)
         server = Server("", process, log)

@@ -6,6 +6,7 @@ other libraries are translated at the edge where they appear.
     OctavoError
     ├── InvalidRequestError      the caller asked for something that can't be: HTTP 400
     │   └── ContextLengthError   prompt + max_tokens does not fit the model's context
+    ├── QueueFullError           too many requests are under way: HTTP 429
     ├── ModelNotFoundError       no such model, here or in the catalog: HTTP 404
     ├── ConfigError              a setting, or a combination of settings, that can't work
     ├── ModelLoadError           a model that can't be read
@@ -40,6 +41,14 @@ class ContextLengthError(InvalidRequestError):
     """The request needs more positions than the model's context holds."""
 
     code = "context_length_exceeded"
+
+
+class QueueFullError(OctavoError):
+    """As many requests are under way as are taken. `retry_after`: seconds until there may be room."""
+
+    def __init__(self, message: str, *, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class ModelNotFoundError(OctavoError):

@@ -22,6 +22,7 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.cli import main
 from octavo.config.schema import EngineConfig
+from octavo.config.server import ServerConfig
 from terminal import CTRL_C, CTRL_D, at_terminal
 from tiny_models import make_llama_gguf
 
@@ -119,11 +120,16 @@ def test_version() -> None:
 def test_explain_config_says_where_each_value_came_from() -> None:
     long_path = "/somewhere/" + "deep/" * 30
     result = octavo(
-        "serve", "--explain-config", "--max-num-seqs", "3", OCTAVO_THREADS="2", OCTAVO_CACHE_DIR=long_path
-    )
+        "serve", "--explain-config", "--max-num-seqs", "3", "--allowed-hosts", "a", "--allowed-hosts", "b,c",
+        OCTAVO_THREADS="2", OCTAVO_CACHE_DIR=long_path, OCTAVO_API_KEY="sk-one,sk-two",
+    )  # fmt: skip
     assert (result.code, result.err) == (0, "")
     rows = [line.split() for line in result.out.splitlines()]
-    assert [row[0] for row in rows[1:]] == [field.name for field in dataclasses.fields(EngineConfig)]
+    fields = dataclasses.fields(ServerConfig) + dataclasses.fields(EngineConfig)
+    assert [row[0] for row in rows[1:]] == [field.name for field in fields]
+    assert ["allowed_hosts", "a,", "b,", "c", "given"] in rows
+    assert ["api_key", "(2", "given,", "not", "shown)", "OCTAVO_API_KEY"] in rows
+    assert "sk-" not in result.out
     assert ["max_num_seqs", "3", "given"] in rows
     assert ["threads", "2", "OCTAVO_THREADS"] in rows
     assert ["cache_dir", long_path, "OCTAVO_CACHE_DIR"] in rows

@@ -10,11 +10,13 @@ import pytest
 
 import octavo
 from octavo.config import env
-from octavo.config.resolve import resolve
+from octavo.config.resolve import resolve, resolve_server
 from octavo.config.schema import EngineConfig
+from octavo.config.server import ServerConfig
 from octavo.errors import ConfigError
 
 FIELDS = dataclasses.fields(EngineConfig)
+SERVER_FIELDS = dataclasses.fields(ServerConfig)
 SOURCE = Path(octavo.__file__).parent
 
 
@@ -139,8 +141,45 @@ def test_the_cache_follows_xdg(tmp_path: Path) -> None:
     assert resolve({"cache_dir": "~/models"}, {}).config.cache_path == Path.home() / "models"
 
 
+def test_the_servers_settings_come_from_the_environment_too() -> None:
+    others: dict[str, Any] = {
+        "max_waiting": 3, "max_connections": 4, "drain_seconds": 1.5, "api_key": ("a", "b"),
+        "api_key_file": "/keys", "allowed_hosts": ("x.example",),
+    }  # fmt: skip
+    assert set(others) == {field.name for field in SERVER_FIELDS}, "a new setting: add a value for it here"
+    texts = {name: ",".join(v) if isinstance(v, tuple) else str(v) for name, v in others.items()}
+    environ = {f"OCTAVO_{name.upper()}": text for name, text in texts.items()}
+    assert dataclasses.asdict(resolve_server({}, environ).config) == others
+
+
+def test_lists_may_be_repeated_and_have_commas() -> None:
+    resolved = resolve_server({"api_key": ("a", "b, c"), "allowed_hosts": None}, {"OCTAVO_API_KEY": "z"})
+    assert resolved.config.api_key == ("a", "b", "c")
+    assert (resolved.origins["api_key"], resolved.origins["allowed_hosts"]) == ("given", "default")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("API_KEY", "", "api_key is empty"),  # whoever sets it does not mean: let everyone in
+        ("API_KEY", "a,,b", "api_key is empty"),
+        ("MAX_WAITING", "-1", r"max_waiting is -1; it must lie in 0\.\."),
+        ("MAX_CONNECTIONS", "1e3", r"OCTAVO_MAX_CONNECTIONS is '1e3', which is no int"),
+        ("DRAIN_SECONDS", "nan", r"drain_seconds is nan"),
+    ],
+)
+def test_what_the_environment_gets_wrong_about_the_server(name: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_server({}, {f"OCTAVO_{name}": text})
+
+
+def test_the_engine_does_not_take_the_servers_settings() -> None:
+    with pytest.raises(ConfigError, match="unknown settings: api_key"):
+        resolve({"api_key": ("a",)}, {})
+
+
 def test_every_setting_has_help() -> None:
-    for field in FIELDS:
+    for field in FIELDS + SERVER_FIELDS:
         help_ = field.metadata["help"]
         assert help_.endswith("."), field.name
         assert len(help_) > 20, field.name
@@ -148,7 +187,7 @@ def test_every_setting_has_help() -> None:
 
 
 def test_there_are_fewer_than_45_settings() -> None:
-    assert len(FIELDS) < 45
+    assert len(FIELDS + SERVER_FIELDS) < 45
 
 
 #: Reads no setting: it passes the whole environment on to pip, with another TMPDIR.

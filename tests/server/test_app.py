@@ -34,7 +34,7 @@ def run(path: Path, scenario: Scenario) -> None:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with (
             app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://octavo") as client,
+            httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
         ):
             await scenario(client, app)
 

@@ -381,7 +381,7 @@ def test_a_huge_body_is_not_read(server: Server) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Content-Length: 100000000000\r\n\r\n{"
         )
         answer = b"".join(iter(lambda: connection.recv(4096), b""))
@@ -438,7 +438,7 @@ def test_clients_who_leave_at_once_or_while_queued(server: Server, streaming: bo
     host, port = server.url.removeprefix("http://").split(":")
     body = json.dumps({"messages": HI, "stream": streaming, **LONG}).encode()
     head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     )
     connections = []

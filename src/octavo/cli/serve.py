@@ -6,34 +6,46 @@ import errno
 import socket
 from typing import Annotated
 
-from cyclopts import Group, Parameter
+from cyclopts import Parameter
+from rich.console import Console
 
 from octavo.cli.loading import load
-from octavo.cli.settings import NO_FLAGS, Flags, explain, resolve_settings
+from octavo.cli.settings import (
+    NO_FLAGS,
+    NO_SERVER_FLAGS,
+    SERVER_GROUP,
+    Flags,
+    explain,
+    resolve_server_settings,
+    resolve_settings,
+)
 from octavo.cli.terminal import console
-from octavo.config.resolve import Resolved
+from octavo.config.resolve import Resolved, ResolvedServer
+from octavo.config.server import ServerConfig
 from octavo.errors import ConfigError
-
-_GROUP = Group("Server", sort_key=0)
 
 
 def serve(
     *,
-    host: Annotated[str, Parameter(help="Address to listen on.", group=_GROUP)] = "127.0.0.1",
-    port: Annotated[int, Parameter(help="Port to listen on; 0 takes a free one.", group=_GROUP)] = 8000,
+    host: Annotated[str, Parameter(help="Address to listen on.", group=SERVER_GROUP)] = "127.0.0.1",
+    port: Annotated[int, Parameter(help="Port to listen on; 0 takes a free one.", group=SERVER_GROUP)] = 8000,
     explain_config: Annotated[
         bool,
-        Parameter(help="Print each setting and where it came from, and exit.", group=_GROUP, negative=""),
+        Parameter(
+            help="Print each setting and where it came from, and exit.", group=SERVER_GROUP, negative=""
+        ),
     ] = False,
+    server: Flags = NO_SERVER_FLAGS,
     settings: Flags = NO_FLAGS,
 ) -> None:
     """Serve a model over HTTP. Ctrl-C stops the server."""
-    resolved = resolve_settings(settings)
+    resolved, resolved_server = resolve_settings(settings), resolve_server_settings(server)
     if explain_config:
-        _explain(resolved)
+        _explain(resolved_server, resolved)
         return
     stderr = console()
     with _bind(host, port) as listener:  # before loading: a taken port should not cost a load
+        _check_access(stderr, listener, resolved_server.config)
         from octavo.engine.supervisor import EngineProcess
         from octavo.server.app import create_app
         from octavo.server.serving import run
@@ -52,9 +64,11 @@ def serve(
             )
 
         if config.api_workers > 1:
-            Workers(listener, config, engine).run(on_ready=on_ready, on_drain=on_drain)
+            workers = Workers(listener, host, config, resolved_server.config, engine)
+            workers.run(on_ready=on_ready, on_drain=on_drain)
         else:
-            run(create_app(engine), listener, on_ready=on_ready, on_drain=on_drain)
+            app = create_app(engine, resolved_server.config, config, host=host)
+            run(app, listener, resolved_server.config, on_ready=on_ready, on_drain=on_drain)
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -71,13 +85,27 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _check_access(stderr: Console, listener: socket.socket, config: ServerConfig) -> None:
+    """ConfigError for bad keys; a warning where everyone is let in."""
+    from octavo.server.auth import load_keys
+    from octavo.server.hosts import is_loopback
+
+    keys = load_keys(config.api_key, config.api_key_file)
+    address = listener.getsockname()[0]
+    if not keys and not is_loopback(address):
+        stderr.print(
+            f"[bold red]Warning[/] whoever can reach {address} can use this server: it has no --api-key. "
+            "Give one, or listen on 127.0.0.1"
+        )
+
+
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _explain(resolved: Resolved) -> None:
-    rows = [("setting", "value", "from"), *explain(resolved)]
+def _explain(server: ResolvedServer, engine: Resolved) -> None:
+    rows = [("setting", "value", "from"), *explain(server), *explain(engine)]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     for name, value, origin in rows:
         print(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {origin}")

@@ -13,6 +13,7 @@ from typing import Any
 
 from octavo.config import env
 from octavo.config.schema import EngineConfig
+from octavo.config.server import ServerConfig
 from octavo.errors import ConfigError
 
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
@@ -26,9 +27,33 @@ class Resolved:
     origins: dict[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class ResolvedServer:
+    """The server's own settings, and where each came from."""
+
+    config: ServerConfig
+    origins: dict[str, str]
+
+
 def resolve(explicit: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Resolved:
     """Resolve settings; explicit values of None count as not given."""
-    fields = {field.name: field for field in dataclasses.fields(EngineConfig)}
+    values, origins = _resolve(EngineConfig, explicit, environ)
+    if not values["cache_dir"]:
+        values["cache_dir"] = str(env.default_cache_dir())
+    return Resolved(EngineConfig(**values), origins)
+
+
+def resolve_server(explicit: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> ResolvedServer:
+    """Resolve the server's own settings in the same way."""
+    values, origins = _resolve(ServerConfig, explicit, environ)
+    return ResolvedServer(ServerConfig(**values), origins)
+
+
+def _resolve(
+    schema: type, explicit: Mapping[str, Any], environ: Mapping[str, str] | None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """A value for each setting of the schema, and where it came from."""
+    fields = {field.name: field for field in dataclasses.fields(schema)}
     unknown = sorted(set(explicit) - set(fields))
     if unknown:
         raise ConfigError(f"unknown settings: {', '.join(unknown)}; known: {', '.join(fields)}")
@@ -43,12 +68,14 @@ def resolve(explicit: Mapping[str, Any], environ: Mapping[str, str] | None = Non
             values[name], origins[name] = _parse(variable, text, type(field.default)), variable
         else:
             values[name], origins[name] = field.default, "default"
-    if not values["cache_dir"]:
-        values["cache_dir"] = str(env.default_cache_dir())
-    return Resolved(EngineConfig(**values), origins)
+        if isinstance(field.default, tuple):  # a list, in which each item may be several
+            values[name] = tuple(part.strip() for item in values[name] for part in item.split(","))
+    return values, origins
 
 
 def _parse(variable: str, text: str, kind: type) -> Any:
+    if kind is tuple:
+        return (text,)
     if kind is bool:
         if text.lower() not in _TRUE | _FALSE:
             raise ConfigError(f"{variable} is {text!r}; write true or false")

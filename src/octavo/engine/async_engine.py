@@ -14,6 +14,7 @@ from typing import Any, Protocol, Unpack
 
 from octavo.config.schema import EngineConfig
 from octavo.engine.core_client import Client, Deliver, OnDeath
+from octavo.engine.inbox import Inbox
 from octavo.engine.model_info import ModelInfo
 from octavo.engine.parallel_sampling import in_parallel
 from octavo.engine.request_log import RequestLog
@@ -51,7 +52,7 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         #: What becomes of each request.
         self.requests = RequestLog(engine.info.name)
-        self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
+        self._streams: dict[str, Inbox] = {}
         name = secrets.token_hex(4)  # others may talk to the same core
         self._ids = (f"request-{name}-{i}" for i in itertools.count())
         self._client = engine.connect(self._deliver_from_thread, self._die_from_thread)
@@ -168,7 +169,7 @@ class AsyncEngine:
 
     async def _stream(self, request: EngineRequest) -> AsyncGenerator[RequestOutput]:
         """Outputs of one request. Leaving the iterator aborts it."""
-        inbox: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        inbox = Inbox()
         self._outputs.add(request)
         self._streams[request.request_id] = inbox
         self.requests.begin(request)
@@ -204,7 +205,7 @@ class AsyncEngine:
         for output in processed.outputs:
             inbox = self._streams.get(output.request_id)
             if inbox is not None:
-                inbox.put_nowait(output)
+                inbox.put(output)
 
     def _die_from_thread(self, error: BaseException) -> None:
         self._call_in_loop(self._die, _cause(error))
@@ -220,7 +221,7 @@ class AsyncEngine:
     def _die(self, cause: str) -> None:
         self.requests.flush()
         for inbox in self._streams.values():
-            inbox.put_nowait(EngineDeadError(cause))
+            inbox.put(EngineDeadError(cause))
 
 
 def _cause(error: BaseException) -> str:

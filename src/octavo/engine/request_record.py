@@ -23,8 +23,11 @@ HTTP_REASONS = {
     405: "method_not_allowed",
     408: "timeout",
     413: "body_too_large",
+    414: "head_too_large",
+    421: "unknown_host",
     422: "invalid_request",
     429: "overloaded",
+    431: "head_too_large",
     499: "client_gone",
     503: "unavailable",
 }

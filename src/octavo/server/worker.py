@@ -24,9 +24,9 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     engine = RemoteEngine.start(settings.config, Path(settings.state), settings.front)
     listener = socket.socket(fileno=settings.listener)
-    app = create_app(engine)
+    app = create_app(engine, settings.server, settings.config, host=settings.host)
     app.state.peers = Peers(Path(settings.state).parent, settings.front)
-    run(app, listener, on_ready=_say_ready, on_drain=lambda _: None)
+    run(app, listener, settings.server, on_ready=_say_ready, on_drain=lambda _: None)
 
 
 def _say_ready() -> None:

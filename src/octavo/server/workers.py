@@ -21,9 +21,9 @@ from typing import Any
 import msgspec
 
 from octavo.config.schema import EngineConfig
+from octavo.config.server import ServerConfig
 from octavo.engine.supervisor import EngineProcess
 from octavo.errors import EngineDeadError
-from octavo.server.serving import DRAIN_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """What a worker is told: one line of JSON on its standard input, which stays open as long as we live."""
 
     config: EngineConfig
+    server: ServerConfig
+    host: str
     state: str
     front: str
     listener: int
@@ -51,9 +53,18 @@ class _Worker:
 class Workers:
     """The front ends of an engine. Used in one thread."""
 
-    def __init__(self, listener: socket.socket, config: EngineConfig, engine: EngineProcess) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        host: str,
+        config: EngineConfig,
+        server: ServerConfig,
+        engine: EngineProcess,
+    ) -> None:
         self._listener = listener
+        self._host = host
         self._config = config
+        self._server = server
         self._engine = engine
         self._workers: list[_Worker] = []
         self._signals = 0
@@ -70,7 +81,7 @@ class Workers:
             while not self._signals:
                 time.sleep(_POLL_SECONDS)
                 self._replace_dead()
-            on_drain(DRAIN_SECONDS)
+            on_drain(self._server.drain_seconds)
             self._wait_for_end()
         finally:
             for worker in self._workers:
@@ -90,7 +101,14 @@ class Workers:
             pass_fds=(self._listener.fileno(),),
             start_new_session=True,  # Ctrl-C reaches them through us
         )
-        settings = WorkerSettings(self._config, str(self._engine.state_path), front, self._listener.fileno())
+        settings = WorkerSettings(
+            config=self._config,
+            server=self._server,
+            host=self._host,
+            state=str(self._engine.state_path),
+            front=front,
+            listener=self._listener.fileno(),
+        )
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(settings) + b"\n")
         process.stdin.flush()

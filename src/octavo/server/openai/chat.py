@@ -11,6 +11,7 @@ from octavo.messages import TokenLogprobs
 from octavo.outputs import RequestOutput
 from octavo.request import FinishReason
 from octavo.server import sse
+from octavo.server.admission import admit
 from octavo.server.openai.answers import Usage, check_model, new_head, stream, whole
 from octavo.server.openai.error_responses import RESPONSES
 from octavo.server.openai.logprobs import chat_logprobs, prompt_logprobs
@@ -24,6 +25,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     """Answer a conversation, whole or as a stream of chunks."""
     engine: AsyncEngine = request.app.state.engine
     check_model(engine, body.model)
+    admit(request, body.n)
     answer = _Answer(engine, body)
     outputs = engine.chat(
         body.messages,

@@ -16,6 +16,7 @@ from octavo.input.tokenizer import Tokenizer
 from octavo.messages import TokenLogprobs
 from octavo.outputs import RequestOutput
 from octavo.server import sse
+from octavo.server.admission import admit
 from octavo.server.openai.answers import Usage, check_model, new_head, stream, whole
 from octavo.server.openai.error_responses import RESPONSES
 from octavo.server.openai.logprobs import LegacyLogprobs, prompt_logprobs
@@ -29,6 +30,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     """Complete prompts, whole or as a stream of chunks."""
     engine: AsyncEngine = request.app.state.engine
     check_model(engine, body.model)
+    admit(request, body.n * len(body.prompts()))
     prompts, outputs = _generate(engine, body)
     answer = _Answer(engine, prompts, body)
     if body.stream:

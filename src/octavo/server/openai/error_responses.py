@@ -20,7 +20,14 @@ _MAX_PARAM = 100
 
 
 #: HTTP's own refusals.
-_HTTP_CODES = {400: "invalid_request", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+_HTTP_CODES = {
+    400: "invalid_request",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "body_too_large",
+    503: "busy",
+}
 
 
 class ErrorDetail(BaseModel):
@@ -89,7 +96,8 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         message = f"{request.method} {request.url.path}: {error.detail}"
-        body = error_body(message, kind="invalid_request_error", code=_HTTP_CODES.get(error.status_code))
+        kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
+        body = error_body(message, kind=kind, code=_HTTP_CODES.get(error.status_code))
         return JSONResponse(body, error.status_code, headers=error.headers)
 
     @app.exception_handler(Exception)  # a bug; the server's log has the traceback
