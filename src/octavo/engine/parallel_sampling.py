@@ -61,7 +61,8 @@ async def merged(
 ) -> AsyncGenerator[RequestOutput]:
     """Outputs of several streams as they come. What is output `index` of stream i, each of which has
     `stride` of them, has the index i * stride + index. The first error ends all."""
-    inbox: asyncio.Queue[RequestOutput | Exception | None] = asyncio.Queue()
+    # Bounded, so that what a slow reader leaves waits in the streams, which fold it together.
+    inbox: asyncio.Queue[RequestOutput | Exception | None] = asyncio.Queue(maxsize=len(streams))
     tasks = [asyncio.create_task(_pump(i * stride, stream, inbox)) for i, stream in enumerate(streams)]
     try:
         open_streams = len(tasks)
@@ -87,7 +88,7 @@ async def _pump(
     try:
         async with aclosing(stream) as outputs:
             async for output in outputs:
-                inbox.put_nowait(msgspec.structs.replace(output, index=first + output.index))
-        inbox.put_nowait(None)
+                await inbox.put(msgspec.structs.replace(output, index=first + output.index))
+        await inbox.put(None)
     except Exception as error:  # handed to whoever reads the merged stream
-        inbox.put_nowait(error)
+        await inbox.put(error)
