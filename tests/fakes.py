@@ -9,12 +9,21 @@ compute wrongly, or could overwrite while an earlier step still reads it, raises
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from octavo.messages import ModelRunnerOutput, NewRow, RowStep, SampledToken, SchedulerOutput
+from octavo.messages import (
+    ModelRunnerOutput,
+    NewRow,
+    PromptLogprobs,
+    RowStep,
+    SampledToken,
+    SchedulerOutput,
+    TokenLogprobs,
+)
 from octavo.program.ir import BLOCK_SIZE, KVGroup
 from octavo.request import FinishReason
 
@@ -79,6 +88,16 @@ def solo_run(
         if output[-1] in stop_ids:
             return output, FinishReason.STOP
     return output, FinishReason.LENGTH
+
+
+def prompt_logprobs(prompt_ids: Sequence[int], salt: str = "") -> list[TokenLogprobs]:
+    """What the fake model says of each token of a prompt but the first: its rank is a hash of what comes
+    before."""
+    entries, prefix = [], empty_prefix(salt)
+    for before, token_id in itertools.pairwise(prompt_ids):
+        prefix = extend_prefix(prefix, before)
+        entries.append(TokenLogprobs(token_id=token_id, logprob=-1.0, rank=prefix, top=[]))
+    return entries
 
 
 # -- the runner ---------------------------------------------------------------------------------
@@ -281,7 +300,17 @@ class ScriptedExecutor:
         for job in jobs:  # as attention does: after every row's KV of this step was stored
             self._read(job)
         self.num_executed += 1
-        return ModelRunnerOutput(step=plan.step, sampled=[self._sample(j) for j in jobs if j.step.samples])
+        return ModelRunnerOutput(
+            step=plan.step,
+            prompt_logprobs=[self._prompt_logprobs(j) for j in jobs if len(range(*j.step.prompt_logits))],
+            sampled=[self._sample(j) for j in jobs if j.step.samples],
+        )
+
+    def _prompt_logprobs(self, job: _Job) -> PromptLogprobs:
+        name, (first, end) = job.step.request_id, job.step.prompt_logits
+        require(job.step.start <= first < end <= job.end, f"{name}: logits of [{first}, {end}) are not there")
+        entries = prompt_logprobs(job.row.new.prompt_ids, self._salt_of(name))[first:end]
+        return PromptLogprobs(request_id=name, start=first + 1, logprobs=entries)
 
     def _scribble(self, block: int, job: _Job) -> None:
         for table in job.tables:
@@ -294,7 +323,8 @@ class ScriptedExecutor:
         row, step = job.row, job.step
         require(job.end <= len(row.tokens), f"{step.request_id}: no token is known before {job.end}")
         require(step.long_rope == self._is_long(len(row.tokens)), f"{step.request_id}: another rope")
-        require(step.samples == (job.end == len(row.tokens)), f"{step.request_id}: samples={step.samples}")
+        samples = job.end == len(row.tokens) and row.new.params.max_tokens != 0
+        require(step.samples == samples, f"{step.request_id}: samples={step.samples}")
         for table, cells in zip(job.tables, row.cells, strict=True):
             for position in range(step.start, job.end):
                 block = table[position // BLOCK_SIZE]

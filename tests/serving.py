@@ -3,6 +3,8 @@
     with serve(model, "--policy", "priority") as server:
         httpx.get(server.url + "/health")
 
+and `serve_here(model, policy="priority")`, a client of an application in this process, there at once.
+
 Also the tiny model that they serve: its context is long, so that a stream left alone goes on for seconds.
 """
 
@@ -23,7 +25,11 @@ from typing import IO
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
 
+from octavo.config.resolve import resolve
+from octavo.engine.build import build_engine
+from octavo.server.app import create_app
 from tiny_models import NUM_TOKENS, make_llama_gguf
 
 CONTEXT = 65536
@@ -111,3 +117,21 @@ def _wait_for_url(server: Server, seconds: float = 60) -> str:
         assert server.process.poll() is None, f"the server ended:\n{server.stderr()}"
         assert time.monotonic() < deadline, f"the server is not ready after {seconds} s:\n{server.stderr()}"
         time.sleep(0.05)
+
+
+@contextmanager
+def serve_here(model: Path, **settings: object) -> Iterator[TestClient]:
+    """The application in this process. Bugs raise here. At the end, every block is free again."""
+    settings = {"model": str(model), "threads": 1, "max_model_len": 1024, **settings}
+    app = create_app(build_engine(resolve(settings).config))
+    with TestClient(app, base_url="http://localhost") as client:
+        yield client
+        engine = client.app.state.engine  # type: ignore[attr-defined]
+        assert engine.num_streams == 0
+        scheduler = engine._client._core.scheduler
+        deadline = time.monotonic() + 5
+        while scheduler.has_requests:
+            assert time.monotonic() < deadline, "requests are left behind"
+            time.sleep(0.01)
+        scheduler.check_integrity()
+        assert scheduler.kv.num_available == scheduler.kv.pool.num_blocks

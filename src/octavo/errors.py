@@ -16,7 +16,8 @@ other libraries are translated at the edge where they appear.
     ├── ProgramError             a model file built something that can't be a program
     ├── InsufficientMemoryError  the memory bill does not fit the device
     ├── BackendError             a backend failed while running a step
-    └── EngineDeadError          the engine stopped and takes no more requests: HTTP 503
+    ├── EngineDeadError          the engine stopped and takes no more requests: HTTP 503
+    └── RemoteServerError        a server that a command talks to refused, failed or was not there
 """
 
 from __future__ import annotations
@@ -88,3 +89,7 @@ class BackendError(OctavoError):
 
 class EngineDeadError(OctavoError):
     """The engine has stopped and takes no more requests."""
+
+
+class RemoteServerError(OctavoError):
+    """A server that a command talks to refused, failed, or was not there."""

@@ -39,6 +39,8 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: list[int]
     output_ids: list[int]
     params: SamplingParams
+    #: Tokens that end the request, which min_tokens keeps from being sampled.
+    stop_ids: tuple[int, ...] = ()
 
 
 class RowStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +49,8 @@ class RowStep(msgspec.Struct, frozen=True, kw_only=True):
     block_writes[group] = (index, block ids): block_table[group][index : index + n] = ids.
     samples: the step reaches the request's last token, so a token is sampled, for position
     `start + num_tokens`. long_rope: rotate as in sequences beyond the model's original context.
+    prompt_logits: positions [first, end), all of this step, whose logits give the logprobs of the prompt's
+    tokens that follow them.
     """
 
     request_id: str
@@ -55,6 +59,13 @@ class RowStep(msgspec.Struct, frozen=True, kw_only=True):
     block_writes: list[tuple[int, list[int]]]
     samples: bool
     long_rope: bool = False
+    prompt_logits: tuple[int, int] = (0, 0)
+
+    @property
+    def num_logits(self) -> int:
+        """How many rows of logits it wants."""
+        first, end = self.prompt_logits
+        return end - first + self.samples
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,8 +83,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_sampled(self) -> int:
-        """How many rows sample a token."""
-        return sum(row.samples for row in self.rows)
+        """How many rows of logits are wanted: of the prompt's tokens, and of tokens to be sampled."""
+        return sum(row.num_logits for row in self.rows)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,19 +109,31 @@ class SampledToken(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Logprobs of a prompt's tokens from position `start` on, or the error that there are none."""
+
+    request_id: str
+    start: int
+    logprobs: list[TokenLogprobs]
+    error: str | None = None
+
+
 class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step produced, in the order of the plan's sampling rows."""
+    """What a step produced, in the order of the plan's rows."""
 
     step: int
     sampled: list[SampledToken]
+    prompt_logprobs: list[PromptLogprobs] = []
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step added to one request."""
+    """What a step added to one request. prompt_logprobs: with the first token, or the end; of all tokens of
+    the prompt but the first."""
 
     request_id: str
     new_token_ids: list[int]
     finish_reason: FinishReason | None = None
     error: str | None = None
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0

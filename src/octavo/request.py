@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from octavo.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # messages.py imports this module
+    from octavo.messages import TokenLogprobs
 
 
 class FinishReason(enum.StrEnum):
@@ -66,6 +70,9 @@ class Request:
     num_preemptions: int = 0
     #: Tokens computed since the last preemption; a victim again only after one block of progress.
     progress_since_preemption: int = 0
+    #: Of the prompt's tokens from the second on, as far as their steps have retired.
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs_sent: bool = False
     finish_reason: FinishReason | None = None
     error: str | None = None
 
@@ -78,6 +85,17 @@ class Request:
     def num_unscheduled_tokens(self) -> int:
         """Tokens, known or being sampled, that no step has been given yet."""
         return self.num_tokens + self.num_pending - self.num_scheduled_tokens
+
+    @property
+    def num_prompt_logits(self) -> int:
+        """Positions [0, this) are those whose logits give logprobs of the prompt."""
+        return 0 if self.params.prompt_logprobs is None else len(self.prompt_ids) - 1
+
+    @property
+    def first_wanted_logits(self) -> int:
+        """The first position whose logits are still wanted. What comes before may be found in a cache."""
+        done = len(self.prompt_logprobs)
+        return done if done < self.num_prompt_logits else self.num_tokens - 1
 
     @property
     def finished(self) -> bool:

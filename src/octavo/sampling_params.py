@@ -14,9 +14,11 @@ from octavo.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
-MAX_STOP_TOKEN_IDS = 128
+MAX_STOP_TOKEN_IDS = 64
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
+MAX_TOKENS = 2**31 - 1
+MAX_SEED = 2**64 - 1
 #: A temperature below this is greedy: logits / T would overflow float32 long before it mattered.
 GREEDY_TEMPERATURE = 1e-5
 
@@ -29,11 +31,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     repetition_penalty, in [0.01, 100], covers prompt and output; presence_penalty and frequency_penalty, in
     [-2, 2], cover the output only. logit_bias: token id -> bias in [-100, 100].
     logprobs: how many alternatives to report with each sampled token (None: no logprobs at all;
-    0: the sampled token's alone). max_tokens: None means as many as the context holds.
-    stop_token_ids end the output as EOS does; ignore_eos disables EOS only.
+    0: the sampled token's alone). prompt_logprobs: the same for each token of the prompt but the first.
+    max_tokens: None means as many as the context holds; 0 computes the prompt and samples nothing.
+    stop_token_ids end the output as EOS does; ignore_eos disables EOS only. min_tokens: before so many
+    tokens neither EOS nor a stop token is sampled, and no stop string ends the text.
     stop: strings, of which the first to be complete in the text ends it; a str alone is one stop, and is
     kept as a tuple. The text is cut where the stop begins, or behind it with include_stop_str_in_output.
-    Special tokens are no part of the text, so no stop is found in them.
+    Special tokens are no part of the text, so no stop is found in them, unless skip_special_tokens is off.
     """
 
     temperature: float = 1.0
@@ -46,11 +50,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     max_tokens: int | None = None
+    min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     stop: str | tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         _in_range("temperature", self.temperature, 0.0, math.inf)
@@ -61,11 +68,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _in_int_range("top_k", self.top_k, 0, 2**31 - 1)
         if self.seed is not None:
-            _in_int_range("seed", self.seed, 0, 2**64 - 1)
+            _in_int_range("seed", self.seed, 0, MAX_SEED)
         if self.logprobs is not None:
             _in_int_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _in_int_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _in_int_range("min_tokens", self.min_tokens, 0, MAX_TOKENS)
         if self.max_tokens is not None:
-            _in_int_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            _in_int_range("max_tokens", self.max_tokens, 0, MAX_TOKENS)
+            self.check_min_tokens(self.max_tokens)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequestError(
                 f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are allowed",
@@ -95,6 +106,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_TEMPERATURE
+
+    def check_min_tokens(self, max_tokens: int) -> None:
+        """Raise InvalidRequestError where max_tokens, given or found, are fewer than min_tokens."""
+        if self.min_tokens > max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens is {self.min_tokens}, but there can be no more than {max_tokens} "
+                "tokens; lower it",
+                param="min_tokens",
+            )
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InvalidRequestError where a token id lies outside [0, vocab_size)."""

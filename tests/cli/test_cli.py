@@ -8,14 +8,11 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import os
-import pty
 import resource
 import socket
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -26,6 +23,7 @@ from octavo import LLM, SamplingParams
 from octavo.cli import main
 from octavo.config.schema import EngineConfig
 from octavo.config.server import ServerConfig
+from terminal import CTRL_C, CTRL_D, at_terminal
 from tiny_models import make_llama_gguf
 
 OCTAVO = [sys.executable, "-m", "octavo"]
@@ -301,42 +299,15 @@ def test_ctrl_c_stops_an_answer_but_not_the_chat(tmp_path: Path) -> None:
     """At a terminal: two long answers are interrupted, Ctrl-D leaves."""
     # Of so many tokens EOS is seldom drawn, so answers are long; those beyond the 262 have no text.
     path = make_llama_gguf(tmp_path, vocab_size=20_000, max_position_embeddings=65536).path
-    terminal, end = pty.openpty()
     flags = ["--model", str(path), "--threads", "1", "--temperature", "1", "--seed", "1"]
-    process = subprocess.Popen(
-        [*OCTAVO, "chat", *flags], stdin=end, stdout=end, stderr=end, start_new_session=True,
-        preexec_fn=_take_terminal, env=os.environ | {"TERM": "dumb"},
-    )  # fmt: skip
-    os.close(end)
-    screen = b""
-
-    def wait_for(text: bytes) -> None:
-        nonlocal screen
-        deadline = time.monotonic() + 30
-        while text not in screen:
-            assert time.monotonic() < deadline, screen
-            screen += os.read(terminal, 4096)
-        screen = screen[screen.index(text) + len(text) :]
-
-    try:
+    with at_terminal([*OCTAVO, "chat", *flags]) as terminal:
         for _ in range(2):
-            wait_for(b"> ")
-            os.write(terminal, b"tell a story\n")
-            wait_for(b"story\r\n")  # the echo
-            assert os.read(terminal, 4096)  # the answer has begun
-            os.write(terminal, b"\x03")
-            wait_for(b"tokens at")
-        wait_for(b"> ")
-        os.write(terminal, b"\x04")
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(terminal)
-
-
-def _take_terminal() -> None:
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            terminal.wait_for(b"> ")
+            terminal.type(b"tell a story\n")
+            terminal.wait_for(b"story\r\n")  # the echo
+            terminal.wait_for_anything()  # the answer has begun
+            terminal.type(CTRL_C)
+            terminal.wait_for(b"tokens at")
+        terminal.wait_for(b"> ")
+        terminal.type(CTRL_D)
+        assert terminal.process.wait(30) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -70,6 +71,26 @@ def test_earlier_outputs_do_not_change(processor: OutputProcessor) -> None:
     first = step(processor, [20])
     step(processor, [21])
     assert first.token_ids == [20]
+
+
+def test_an_output_costs_what_its_step_added(processor: OutputProcessor) -> None:
+    """Every output of a long answer is kept; copies of all before it would take 8 n² / 2 bytes."""
+    add(processor, logprobs=0)
+    logprobs = [TokenLogprobs(token_id=20, logprob=-0.5, rank=1, top=[])]
+    count = 4000
+    tracemalloc.start()
+    try:
+        outputs = [step(processor, [20], logprobs=logprobs) for _ in range(count)]
+        nbytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert nbytes < 1000 * count
+    for number in (1, 7, count):
+        output = outputs[number - 1]
+        assert output.token_ids == [20] * number
+        assert output.text == outputs[0].text * number
+        assert output.logprobs == logprobs * number
+        assert output.new_logprobs == logprobs
 
 
 def test_a_stop_token_is_an_id_but_no_text(processor: OutputProcessor, smollm2_tokenizer: Tokenizer) -> None:

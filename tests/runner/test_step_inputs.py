@@ -16,7 +16,7 @@ from octavo.runner.request_states import RequestStates
 from octavo.runner.step_inputs import fill
 from octavo.sampling_params import SamplingParams
 
-LIMITS = Limits(max_tokens=120, max_seqs=4, max_sampled=4, max_model_len=100)
+LIMITS = Limits(max_tokens=120, max_seqs=4, max_sampled=124, max_model_len=100)
 NUM_GROUPS = 2
 GARBAGE = -77
 
@@ -31,6 +31,7 @@ class Drawn:
     num_tokens: int
     samples: bool
     long_rope: bool
+    prompt_logits: tuple[int, int]
 
 
 @st.composite
@@ -43,7 +44,10 @@ def drawn_sequences(draw: st.DrawFn) -> list[Drawn]:
         num_blocks = -(-(start + num_tokens) // BLOCK_SIZE)
         blocks = [draw(st.lists(st.integers(0, 500), min_size=num_blocks, max_size=num_blocks)) for _ in "01"]
         tokens = np.random.default_rng(length).integers(0, 1000, length).tolist()
-        sequences.append(Drawn(tokens, blocks, start, num_tokens, draw(st.booleans()), draw(st.booleans())))
+        first = draw(st.integers(start, start + num_tokens))
+        logits = (first, draw(st.integers(first, start + num_tokens)))
+        samples, long_rope = draw(st.booleans()), draw(st.booleans())
+        sequences.append(Drawn(tokens, blocks, start, num_tokens, samples, long_rope, logits))
     return sequences
 
 
@@ -56,6 +60,7 @@ def plan(sequences: list[Drawn]) -> SchedulerOutput:
             block_writes=[(0, blocks) for blocks in s.blocks],
             samples=s.samples,
             long_rope=s.long_rope,
+            prompt_logits=s.prompt_logits,
         )
         for i, s in enumerate(sequences)
     ]
@@ -95,6 +100,8 @@ def test_against_one_token_at_a_time(sequences: list[Drawn], random: object) -> 
             for g in range(NUM_GROUPS):
                 block = sequence.blocks[g][position // BLOCK_SIZE]
                 assert inputs.slot_mapping[g, t] == block * BLOCK_SIZE + position % BLOCK_SIZE
+            if position in range(*sequence.prompt_logits):
+                sampled.append(t)
             t += 1
         assert inputs.seq_lens[s] == sequence.start + sequence.num_tokens
         for g in range(NUM_GROUPS):
@@ -103,6 +110,7 @@ def test_against_one_token_at_a_time(sequences: list[Drawn], random: object) -> 
             sampled.append(t - 1)
     assert inputs.cu_q[len(sequences)] == t
     assert inputs.sampled_rows[: len(sampled)].tolist() == sampled
+    assert plan(sequences).num_sampled == len(sampled)
 
 
 def test_allocation_is_by_the_limits() -> None:
@@ -116,7 +124,7 @@ def test_allocation_is_by_the_limits() -> None:
         "seq_lens": (4,),
         "slot_mapping": (2, 120),
         "block_table": (2, 4, 7),
-        "sampled_rows": (4,),
+        "sampled_rows": (124,),
     }
     assert {getattr(inputs, name).dtype for name in inputs.__slots__} == {np.dtype(np.int32)}
-    assert inputs.nbytes == 4 * (120 + 120 + 120 + 5 + 4 + 240 + 56 + 4)
+    assert inputs.nbytes == 4 * (120 + 120 + 120 + 5 + 4 + 240 + 56 + 124)

@@ -112,3 +112,16 @@ def test_extreme_penalties_stay_numbers(penalty: float) -> None:
         params = SamplingParams(repetition_penalty=penalty)
         found = adjust(logits, params, ids([0, 1, 2, 3]), ids([]))
     assert np.isfinite(found).all()
+
+
+@pytest.mark.parametrize("count", [0, 2, 3, 4])
+def test_stops_are_banned_before_min_tokens(count: int) -> None:
+    logits = np.zeros(VOCAB, np.float32)
+    params = SamplingParams(
+        min_tokens=3, logit_bias={5: 100, 6: 50}, repetition_penalty=2.0, presence_penalty=1.0
+    )
+    assert needs_adjustment(params)
+    found = adjust(logits, params, ids([5]), ids([7] * count), stop_ids=(5, 9))
+    banned = np.flatnonzero(np.isneginf(found)).tolist()
+    assert banned == ([5, 9] if count < 3 else [])
+    assert found.argmax() == (6 if count < 3 else 5)

@@ -28,7 +28,9 @@ ACCEPTED: list[tuple[str, Any]] = [
     ("frequency_penalty", -2.0), ("frequency_penalty", 2),
     ("top_k", 0), ("top_k", 2**31 - 1), ("seed", 0), ("seed", 2**64 - 1), ("seed", None),
     ("logprobs", None), ("logprobs", 0), ("logprobs", MAX_LOGPROBS),
-    ("max_tokens", None), ("max_tokens", 1),
+    ("prompt_logprobs", None), ("prompt_logprobs", 0), ("prompt_logprobs", MAX_LOGPROBS),
+    ("min_tokens", 0), ("min_tokens", 2**31 - 1),
+    ("max_tokens", None), ("max_tokens", 0), ("max_tokens", 1), ("max_tokens", 2**31 - 1),
     ("logit_bias", {0: -100, 1: 100.0}), ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0)),
     ("stop_token_ids", tuple(range(MAX_STOP_TOKEN_IDS))),
     ("stop", ()), ("stop", ("x" * MAX_STOP_CHARACTERS,) * MAX_STOPS), ("stop", ("\n", "🥹")),
@@ -45,7 +47,9 @@ REFUSED: list[tuple[str, Any]] = [
     ("top_k", -1), ("top_k", 2**31), ("top_k", 1.5), ("top_k", True), ("top_k", None),
     ("seed", -1), ("seed", 2**64), ("seed", 1.0), ("seed", "1"),
     ("logprobs", -1), ("logprobs", MAX_LOGPROBS + 1), ("logprobs", True), ("logprobs", 1.0),
-    ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 2**31), ("max_tokens", 3.0),
+    ("prompt_logprobs", -1), ("prompt_logprobs", MAX_LOGPROBS + 1), ("prompt_logprobs", False),
+    ("min_tokens", -1), ("min_tokens", 2**31), ("min_tokens", None), ("min_tokens", 2.0),
+    ("max_tokens", -1), ("max_tokens", 2**31), ("max_tokens", 3.0),
     ("logit_bias", {3: 100.1}), ("logit_bias", {3: -100.1}), ("logit_bias", {3: NAN}),
     ("logit_bias", {"3": 1.0}), ("logit_bias", {3.0: 1.0}), ("logit_bias", {3: "1"}),
     ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0)),
@@ -93,6 +97,12 @@ def test_unknown_fields_are_refused() -> None:
         SamplingParams(beam_width=4)
     with pytest.raises(msgspec.ValidationError, match="beam_width"):
         msgspec.json.decode(b'{"beam_width": 4}', type=SamplingParams)
+
+
+def test_min_tokens_are_no_more_than_max_tokens() -> None:
+    assert SamplingParams(min_tokens=4, max_tokens=4).min_tokens == 4
+    with pytest.raises(InvalidRequestError, match="min_tokens is 5, but there can be no more than 4 tokens"):
+        SamplingParams(min_tokens=5, max_tokens=4)
 
 
 def test_it_travels() -> None:

@@ -50,6 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         salt=st.sampled_from(["", "tenant"]),
         resumed=st.sampled_from([0, 3]),
+        logprobs=st.booleans(),
     )
     def add(
         self,
@@ -61,10 +62,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         salt: str,
         resumed: int,
+        logprobs: bool,
     ) -> None:
         room = self.driver.setup.longest - len(tail) - 1
         shared = data.draw(st.integers(0, room))
-        max_tokens = data.draw(st.integers(1, room + 1 - shared))
+        max_tokens = data.draw(st.integers(0, room + 1 - shared))
         self.driver.add(
             text[:shared] + tail,
             seed=seed,
@@ -73,6 +75,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
             salt=salt,
             resumed=resumed,
+            logprobs=logprobs,
         )
 
     @precondition(lambda self: self.driver.live)

@@ -100,8 +100,8 @@ MUTANTS: dict[str, tuple[Any, str, str, str]] = {
     "a hit may leave nothing to compute": (
         KVCacheManager,
         "match_prefix",
-        "(request.num_tokens - 1)",
-        "request.num_tokens",
+        "request.first_wanted_logits",
+        "(request.first_wanted_logits + 1)",
     ),
     "windows may be shorter than they are": (
         groups,
@@ -175,6 +175,13 @@ MUTANTS: dict[str, tuple[Any, str, str, str]] = {
         "pass",
     ),
     "KV of both ropes passes for one": (block_hash, "root_hash", "if long_rope", "if False"),
+    "more rows of logits than there are": (scheduler, "_fit", "if excess <= 0", "if True"),
+    "prompt logprobs are repeated after a preemption": (
+        scheduler,
+        "_prompt_logits",
+        "max(start, len(request.prompt_logprobs))",
+        "start",
+    ),
     "stop tokens are ignored": (scheduler, "_reason_to_stop", "token_id in request.stop_ids", "False"),
     "one token too many": (
         scheduler,

@@ -19,11 +19,14 @@ _BROKEN_PIPE = 141
 
 app = App(name="octavo", help=_HELP, version=octavo.__version__, help_format="plaintext")
 app.command("octavo.cli.serve:serve", help="Serve a model over HTTP, with an OpenAI-compatible API.")
-app.command("octavo.cli.chat:chat", help="Talk to a model in the terminal.")
+app.command("octavo.cli.chat:chat", help="Talk to a model, here or on a server, in the terminal.")
 app.command("octavo.cli.generate:generate", help="Complete prompts.")
 app.command("octavo.cli.doctor:doctor", help="Examine a model and this installation.")
 app.command("octavo.cli.convert:convert", help="Write a model as safetensors, quantised or not.")
 app.command("octavo.cli.pull:pull", help="Fetch a model, or list those of the catalog.")
+bench = App(name="bench", help="Measure.", help_format="plaintext")
+bench.command("octavo.cli.bench:serve", help="Put load on an OpenAI-compatible server and measure it.")
+app.command(bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

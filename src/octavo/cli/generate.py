@@ -65,7 +65,7 @@ def _run_batch(llm: LLM, prompts: list[str], params: SamplingParams, stderr: Con
     outputs = llm.generate(prompts, params)
     for prompt, output in zip(prompts, outputs, strict=True):
         if json:
-            print(msgspec.json.encode({"prompt": prompt, **msgspec.structs.asdict(output)}).decode())
+            print(msgspec.json.encode({"prompt": prompt, **output.as_dict()}).decode())
             continue
         title = prompt[:_SHOWN_OF_PROMPT].replace("\n", " ")
         stderr.print(f"[bold green]──[/] {escape(title)}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
@@ -47,3 +48,12 @@ class SamplingFlags:
             max_tokens=self.max_tokens,
             stop=self.stop,
         )
+
+    def openai_fields(self) -> dict[str, Any]:
+        """The fields of a request to a server; the temperature, and what is not as by default."""
+        fields: dict[str, Any] = {"temperature": self.temperature}
+        for flag in dataclasses.fields(self):
+            value = getattr(self, flag.name)
+            if value != flag.default:
+                fields[flag.name] = value
+        return fields

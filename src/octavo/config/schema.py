@@ -44,6 +44,7 @@ class EngineConfig:
     pre_tokenizer: str = setting(
         "", "How a GGUF model's text is cut into words, such as llama-bpe; empty: as the file says."
     )
+    chat_template: str = setting("", "File with a Jinja chat template; empty: the model's own.")
     max_num_seqs: int = setting(32, "Most requests that run at once.")
     max_num_batched_tokens: int = setting(512, "Most tokens computed in one step.")
     kv_cache_gib: float = setting(0.0, "Memory for KV blocks; 0: a quarter of what is free, at most 4 GiB.")

@@ -17,6 +17,7 @@ from octavo.config.schema import EngineConfig
 from octavo.engine.core_client import Client, Deliver, OnDeath
 from octavo.engine.inbox import Inbox
 from octavo.engine.model_info import ModelInfo
+from octavo.engine.parallel_sampling import in_parallel
 from octavo.errors import EngineDeadError, InvalidRequestError
 from octavo.input.input_processor import ChatArguments, InputProcessor
 from octavo.messages import EngineOutput, EngineRequest
@@ -70,31 +71,46 @@ class AsyncEngine:
         """Requests under way."""
         return len(self._streams)
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for."""
-        return self._inputs.tokenizer.token_bytes(token_id)
+    @property
+    def inputs(self) -> InputProcessor:
+        """The text side: its tokenizer, and how prompts become ids."""
+        return self._inputs
 
     def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        n: int = 1,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput]:
         """Stream a completion. What is wrong with the request, or an engine that has stopped, raises here,
         before the stream begins.
 
-        priority: smaller goes first; refused unless the engine's policy is priority.
+        n: how many completions; each output's `index` says of which it is. priority: smaller goes first;
+        refused unless the engine's policy is priority. cache_salt: only requests of the same share KV blocks.
         """
         self._check_serving()
         self._check_priority(priority)
         request = self._inputs.process(
-            prompt, params, request_id=next(self._ids), arrival=time.monotonic(), priority=priority
+            prompt,
+            params,
+            request_id=next(self._ids),
+            arrival=time.monotonic(),
+            priority=priority,
+            cache_salt=cache_salt,
         )
-        return self._stream(request)
+        return in_parallel(request, n, self._stream)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams,
         *,
+        n: int = 1,
         priority: int = 0,
+        cache_salt: str = "",
         **chat: Unpack[ChatArguments],
     ) -> AsyncGenerator[RequestOutput]:
         """Stream the answer to a conversation; see `generate`.
@@ -104,9 +120,15 @@ class AsyncEngine:
         self._check_serving()
         self._check_priority(priority)
         request = self._inputs.process_chat(
-            messages, params, request_id=next(self._ids), arrival=time.monotonic(), priority=priority, **chat
+            messages,
+            params,
+            request_id=next(self._ids),
+            arrival=time.monotonic(),
+            priority=priority,
+            cache_salt=cache_salt,
+            **chat,
         )
-        return self._stream(request)
+        return in_parallel(request, n, self._stream)
 
     async def close(self) -> None:
         """Stop the engine after the step it is in; open streams end with EngineDeadError."""

@@ -11,7 +11,7 @@ from typing import Self
 
 from octavo.config.schema import EngineConfig
 from octavo.errors import CheckpointError, ConfigError
-from octavo.input.chat_template import ChatTemplate
+from octavo.input.chat_template import ChatTemplate, read_template
 from octavo.input.input_processor import InputProcessor
 from octavo.input.tokenizer import Tokenizer
 from octavo.weights.checkpoint import Checkpoint, naming
@@ -30,7 +30,7 @@ class Text:
         """Read a checkpoint's. Raises what `Tokenizer` and `ChatTemplate` raise."""
         with naming(checkpoint.path):
             tokenizer = _tokenizer(config, checkpoint)
-            return cls(checkpoint.path, tokenizer, _chat_template(tokenizer))
+            return cls(checkpoint.path, tokenizer, _chat_template(config, tokenizer))
 
     def inputs(self, *, max_model_len: int, vocab_size: int) -> InputProcessor:
         """What turns requests into the engine's, for a model of these sizes. CheckpointError if its
@@ -57,9 +57,11 @@ def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
     return Tokenizer.from_directory(checkpoint.path)
 
 
-def _chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
-    if not tokenizer.chat_templates:
+def _chat_template(config: EngineConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The config's template, or the model's own; None where there is neither."""
+    sources = read_template(config.chat_template) if config.chat_template else tokenizer.chat_templates
+    if not sources:
         return None
     bos = "" if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id)
     eos = tokenizer.token_text(tokenizer.eos_ids[0]) if tokenizer.eos_ids else ""
-    return ChatTemplate(tokenizer.chat_templates, bos_token=bos, eos_token=eos)
+    return ChatTemplate(sources, bos_token=bos, eos_token=eos)

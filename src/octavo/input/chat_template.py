@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -29,7 +30,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from octavo.errors import CheckpointError, InvalidRequestError
+from octavo.errors import CheckpointError, ConfigError, InvalidRequestError
 
 MAX_OUTPUT_CHARACTERS = 4 << 20
 MAX_SECONDS = 2.0
@@ -122,6 +123,17 @@ class ChatTemplate:
                 param="chat_template",
             )
         return self._templates[name]
+
+
+def read_template(path: str) -> str:
+    """The source in a file; ConfigError where it is none."""
+    try:
+        source = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"can't read --chat-template {path}: {error}") from error
+    if not source.strip():
+        raise ConfigError(f"--chat-template {path} is empty; leave it out for the model's own template")
+    return source
 
 
 def _checked_kwargs(kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:

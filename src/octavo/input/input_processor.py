@@ -18,6 +18,7 @@ from octavo.input.tokenizer import Tokenizer
 from octavo.messages import EngineRequest
 from octavo.sampling_params import SamplingParams
 
+MAX_CACHE_SALT = 256
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SEED_BITS = 63
 
@@ -56,24 +57,23 @@ class InputProcessor:
         request_id: str,
         arrival: float,
         priority: int = 0,
+        cache_salt: str = "",
         clamp: bool = False,
     ) -> EngineRequest:
         """The request for a prompt given as text or as token ids, which are taken as they are.
 
-        clamp: lower a max_tokens that does not fit the context instead of refusing it. Raises
-        InvalidRequestError, and ContextLengthError where the context is too small.
+        cache_salt: only requests of the same salt share KV blocks. clamp: lower a max_tokens that does not
+        fit the context instead of refusing it. Raises InvalidRequestError, and ContextLengthError where the
+        context is too small.
         """
-        if isinstance(prompt, str):
-            prompt_ids = self._encode(prompt, param="prompt", add_special_tokens=True)
-        else:
-            prompt_ids = self._check_ids(prompt)
         return self._complete(
-            prompt_ids,
+            self.encode(prompt),
             params,
             "prompt",
             request_id=request_id,
             arrival=arrival,
             priority=priority,
+            cache_salt=cache_salt,
             clamp=clamp,
         )
 
@@ -85,10 +85,33 @@ class InputProcessor:
         request_id: str,
         arrival: float,
         priority: int = 0,
+        cache_salt: str = "",
         clamp: bool = True,
         **chat: Unpack[ChatArguments],
     ) -> EngineRequest:
-        """The request for a conversation, rendered by the model's chat template.
+        """The request for a conversation; see `process` and `encode_chat`."""
+        return self._complete(
+            self.encode_chat(messages, **chat),
+            params,
+            "messages",
+            request_id=request_id,
+            arrival=arrival,
+            priority=priority,
+            cache_salt=cache_salt,
+            clamp=clamp,
+        )
+
+    def encode(self, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, of which there may be none. Errors as `process`.
+
+        add_special_tokens: begin a text with BOS where the model wants one.
+        """
+        if isinstance(prompt, str):
+            return self._encode(prompt, param="prompt", add_special_tokens=add_special_tokens)
+        return self.check_ids(prompt, param="prompt")
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **chat: Unpack[ChatArguments]) -> list[int]:
+        """Token ids of a conversation, rendered by the model's chat template.
 
         Templates write their own special tokens, so the tokenizer adds none. But the prompt begins with one
         BOS where the model wants one and its template left it out, and where the template wrote several.
@@ -96,21 +119,13 @@ class InputProcessor:
         """
         if self.template is None:
             raise InvalidRequestError(
-                "this model has no chat template, so it can't answer a conversation. Completions work, and a "
-                "template can be given to the server"
+                "this model has no chat template, so it can't answer a conversation. Completions work; to "
+                "chat, start the server with --chat-template FILE",
+                param="messages",
             )
         check_messages(messages)
         text = self.template.render(messages, **chat)
-        prompt_ids = self._encode(text, param="messages", add_special_tokens=False)
-        return self._complete(
-            self._with_one_bos(prompt_ids),
-            params,
-            "messages",
-            request_id=request_id,
-            arrival=arrival,
-            priority=priority,
-            clamp=clamp,
-        )
+        return self._with_one_bos(self._encode(text, param="messages", add_special_tokens=False))
 
     def _encode(self, text: str, *, param: str, add_special_tokens: bool) -> list[int]:
         # A text this long can't fit whatever its tokens are; tokenising it would only cost time.
@@ -130,26 +145,26 @@ class InputProcessor:
         wanted = written > 0 or self.tokenizer.adds_bos
         return [bos_id] * wanted + prompt_ids[written:]
 
-    def _check_ids(self, prompt: Sequence[int]) -> list[int]:
-        if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):
+    def check_ids(self, ids: Sequence[int], *, param: str) -> list[int]:
+        """A copy of token ids that the model has; InvalidRequestError for anything else."""
+        if isinstance(ids, bytes | bytearray | memoryview) or not isinstance(ids, Sequence):
             raise InvalidRequestError(
-                f"the prompt is a {type(prompt).__name__}; it must be text or a list of token ids",
-                param="prompt",
+                f"the {param} is a {type(ids).__name__}; it must be text or a list of token ids", param=param
             )
-        for position, token_id in enumerate(prompt):
+        for position, token_id in enumerate(ids):
             if type(token_id) is not int:
                 raise InvalidRequestError(
-                    f"prompt[{position}] is {_show(token_id)}, a {type(token_id).__name__}; token ids "
+                    f"{param}[{position}] is {_show(token_id)}, a {type(token_id).__name__}; token ids "
                     "are integers",
-                    param="prompt",
+                    param=param,
                 )
             if not 0 <= token_id < self.vocab_size:
                 raise InvalidRequestError(
-                    f"prompt[{position}] is {_show(token_id)}, but the model's tokens are "
+                    f"{param}[{position}] is {_show(token_id)}, but the model's tokens are "
                     f"0..{self.vocab_size - 1}",
-                    param="prompt",
+                    param=param,
                 )
-        return list(prompt)
+        return list(ids)
 
     def _complete(
         self,
@@ -160,14 +175,16 @@ class InputProcessor:
         request_id: str,
         arrival: float,
         priority: int,
+        cache_salt: str,
         clamp: bool,
     ) -> EngineRequest:
         """Check what is left to check and fill in what was left open."""
         params.check_vocabulary(self.vocab_size)
+        _check_salt(cache_salt)
         if not prompt_ids:
             raise InvalidRequestError("the prompt has no tokens; send at least one", param=param)
         room = self.max_model_len - len(prompt_ids)
-        if room < 1:
+        if room < (params.max_tokens != 0):
             raise self._prompt_too_long(str(len(prompt_ids)), param)
         max_tokens = room if params.max_tokens is None else params.max_tokens
         if max_tokens > room:
@@ -179,6 +196,7 @@ class InputProcessor:
                     param="max_tokens",
                 )
             max_tokens = room
+        params.check_min_tokens(max_tokens)
         seed = secrets.randbits(_SEED_BITS) if params.seed is None else params.seed
         return EngineRequest(
             request_id=request_id,
@@ -187,6 +205,7 @@ class InputProcessor:
             eos_ids=() if params.ignore_eos else self.tokenizer.eos_ids,
             priority=priority,
             arrival=arrival,
+            cache_salt=cache_salt,
         )
 
     def _prompt_too_long(self, num_tokens: str, param: str) -> ContextLengthError:
@@ -221,6 +240,18 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
                 f"{where}.content is a {type(content).__name__}; it must be text or a list of text parts",
                 param="messages",
             )
+
+
+def _check_salt(cache_salt: str) -> None:
+    if len(cache_salt) > MAX_CACHE_SALT:
+        raise InvalidRequestError(
+            f"cache_salt has {len(cache_salt)} characters; at most {MAX_CACHE_SALT} are allowed",
+            param="cache_salt",
+        )
+    if any("\ud800" <= character <= "\udfff" for character in cache_salt):
+        raise InvalidRequestError(
+            "cache_salt has a lone surrogate, which no text has; send whole characters", param="cache_salt"
+        )
 
 
 def _show(value: object) -> str:

@@ -115,8 +115,9 @@ class KVCacheManager:
         return sum(max(0, count - len(group)) for group in table.blocks)
 
     def match_prefix(self, request: Request) -> PrefixMatch:
-        """The longest cached prefix, in whole blocks, that leaves at least one token to compute."""
-        limit = (request.num_tokens - 1) // BLOCK_SIZE
+        """The longest cached prefix, in whole blocks, that leaves every position to compute whose logits
+        are wanted: at least the last."""
+        limit = request.first_wanted_logits // BLOCK_SIZE
         empty: list[list[Block | None]] = [[] for _ in self.groups]
         if not self._prefix_caching or limit == 0:
             return PrefixMatch(0, empty)
@@ -141,7 +142,7 @@ class KVCacheManager:
     def awaits_another(self, request: Request, match: PrefixMatch) -> bool:
         """Whether a running request is computing the very block this one would compute next."""
         index = match.num_tokens // BLOCK_SIZE
-        if not self._prefix_caching or index >= (request.num_tokens - 1) // BLOCK_SIZE:
+        if not self._prefix_caching or index >= request.first_wanted_logits // BLOCK_SIZE:
             return False
         owner = self._computing.get(self._hashes(request, index + 1)[index])
         return owner is not None and owner != request.request_id

@@ -14,7 +14,7 @@ from octavo.errors import InvalidRequestError
 from octavo.messages import EngineOutput, EngineRequest, TokenLogprobs
 from octavo.output.detokenizer import Detokenizer, Vocabulary
 from octavo.output.stop import StopChecker
-from octavo.outputs import RequestOutput
+from octavo.outputs import RequestOutput, Transcript
 from octavo.request import FinishReason
 
 
@@ -49,7 +49,7 @@ class OutputProcessor:
         stream.push(request.output_ids)
         if stream.stopped:
             raise InvalidRequestError(
-                f"output_ids has a stop string, with token {len(stream.token_ids)} of "
+                f"output_ids has a stop string, with token {stream.num_tokens} of "
                 f"{len(request.output_ids)}: the request is complete, resume only what is not",
                 param="output_ids",
             )
@@ -83,14 +83,18 @@ class _Stream:
 
     def __init__(self, request: EngineRequest, tokenizer: Vocabulary) -> None:
         params = request.params
-        self.token_ids: list[int] = []
+        self._transcript = Transcript()
         self._request = request
         self._end_ids = frozenset((*request.eos_ids, *params.stop_token_ids))
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._stops = StopChecker(params.stop, include_stop=params.include_stop_str_in_output)
-        self._text = ""
         self._cached_tokens = 0
-        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, those of a resumed request included."""
+        return len(self._transcript.token_ids)
 
     @property
     def stopped(self) -> bool:
@@ -104,18 +108,19 @@ class _Stream:
         """
         delta = ""
         for index, token_id in enumerate(ids, start=1):
-            self.token_ids.append(token_id)
+            self._transcript.token_ids.append(token_id)
             if ends and index == len(ids):
                 break
-            delta += self._stops.push(self._detokenizer.push([token_id]))
+            armed = self.num_tokens >= self._request.params.min_tokens
+            delta += self._stops.push(self._detokenizer.push([token_id]), armed=armed)
             if self.stopped:
                 break
-        self._text += delta
+        self._transcript.pieces.append(delta)
         return delta
 
     def advance(self, output: EngineOutput) -> RequestOutput:
         """The state after what a step added."""
-        before = len(self.token_ids)
+        transcript, before = self._transcript, self.num_tokens
         self._cached_tokens = max(self._cached_tokens, output.num_cached_tokens)
         reason, ids = output.finish_reason, output.new_token_ids
         # The token that ended the request may be an ordinary one. It was sampled, so it counts among the
@@ -126,24 +131,28 @@ class _Stream:
             delta += self._flush()
         if self.stopped and output.error is None:
             reason = FinishReason.STOP
-        new_ids = self.token_ids[before:]
-        self._logprobs.extend((output.logprobs or [])[: len(new_ids)])
+        new_ids = transcript.token_ids[before:]
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = output.prompt_logprobs
+        transcript.logprobs.extend((output.logprobs or [])[: len(new_ids)])
         return RequestOutput(
             request_id=output.request_id,
-            text=self._text,
             delta=delta,
-            token_ids=list(self.token_ids),
             new_token_ids=new_ids,
             prompt_tokens=len(self._request.prompt_ids),
+            num_tokens=len(transcript.token_ids),
+            transcript=transcript,
+            num_pieces=len(transcript.pieces),
+            num_logprobs=len(transcript.logprobs),
             cached_tokens=self._cached_tokens,
             finish_reason=reason,
             error=output.error,
-            logprobs=list(self._logprobs),
+            prompt_logprobs=self._prompt_logprobs,
             seed=self._request.params.seed,
         )
 
     def _flush(self) -> str:
         """What was held back: nothing will complete it any more."""
         delta = self._stops.push(self._detokenizer.finish()) + self._stops.finish()
-        self._text += delta
+        self._transcript.pieces.append(delta)
         return delta

@@ -31,10 +31,11 @@ class StopChecker:
         """Whether a stop string was found."""
         return self._stopped
 
-    def push(self, text: str) -> str:
+    def push(self, text: str, *, armed: bool = True) -> str:
         """Take the next piece of text and return what is known to come before any stop.
 
-        After a stop was found, `stopped` is set, and what comes behind the stop is gone.
+        After a stop was found, `stopped` is set, and what comes behind the stop is gone. A stop that is
+        complete in a piece that is not armed is passed over.
         """
         if self._stopped:
             return ""
@@ -43,7 +44,7 @@ class StopChecker:
         text = self._held + text
         for end in range(len(self._held) + 1, len(text) + 1):
             complete = [a.size for a in self._automata if a.advance(text[end - 1])]
-            if complete:
+            if complete and armed:
                 self._stopped, self._held = True, ""
                 return text[:end] if self._include_stop else text[: end - max(complete)]
         held = max(automaton.matched for automaton in self._automata)
@@ -72,7 +73,10 @@ class _Automaton:
     def advance(self, character: str) -> bool:
         """Read a character; True where it completes the stop."""
         self.matched = self._next(self.matched, character)
-        return self.matched == self.size
+        complete = self.matched == self.size
+        if complete:  # and passed over: it may still overlap with the next
+            self.matched = self._fallback[self.size]
+        return complete
 
     def _next(self, matched: int, character: str) -> int:
         while matched and self._stop[matched] != character:

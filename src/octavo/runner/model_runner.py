@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from octavo.errors import (
     ModelLoadError,
     ProgramError,
 )
-from octavo.messages import ModelRunnerOutput, SchedulerOutput
+from octavo.messages import ModelRunnerOutput, PromptLogprobs, RowStep, SchedulerOutput
 from octavo.models.registry import Build, model_builder
 from octavo.program.builder import ProgramBuilder
 from octavo.program.ir import BLOCK_SIZE, DType, Weight
@@ -40,6 +40,7 @@ from octavo.program.rope import cos_sin
 from octavo.quantization.formats import Format
 from octavo.runner import step_inputs
 from octavo.runner.request_states import RequestStates
+from octavo.sampling.logprobs import prompt_logprobs
 from octavo.sampling.sampler import SamplingRow, sample
 from octavo.weights.checkpoint import Checkpoint, naming, open_checkpoint
 from octavo.weights.config_check import checked_config
@@ -190,19 +191,31 @@ class ModelRunner(abc.ABC):
         self._pending = (plan, logits)
 
     def sample(self) -> ModelRunnerOutput:
-        """Sample a token for each row of the executed plan that reached its end."""
+        """Sample a token for each row of the executed plan that reached its end, and look up the logprobs
+        of prompts."""
         assert self._pending is not None, "execute() comes first"
         plan, logits = self._pending
         self._pending = None
-        rows = [
-            self._sampling_row(step.request_id, step.start + step.num_tokens)
-            for step in plan.rows
-            if step.samples
-        ]
-        sampled = sample(logits.numpy(), rows)
+        unread = iter(logits.numpy())  # in the order that step_inputs gives them
+        prompts, rows, values = [], [], []
+        for step in plan.rows:
+            if step.prompt_logits[0] < step.prompt_logits[1]:
+                prompts.append(self._prompt_logprobs(step, unread))
+            if step.samples:
+                rows.append(self._sampling_row(step.request_id, step.start + step.num_tokens))
+                values.append(next(unread))
+        sampled = sample(values, rows)
         for token in sampled:
             self.states.write_token(token.request_id, token.position, token.token_id)
-        return ModelRunnerOutput(step=plan.step, sampled=sampled)
+        return ModelRunnerOutput(step=plan.step, sampled=sampled, prompt_logprobs=prompts)
+
+    def _prompt_logprobs(self, step: RowStep, logits: Iterator[npt.NDArray[np.float32]]) -> PromptLogprobs:
+        row = self.states.row(step.request_id)
+        first, end = step.prompt_logits
+        ids = self.states.token_ids[row, first + 1 : end + 1].tolist()
+        return prompt_logprobs(
+            step.request_id, first + 1, ids, logits, self.states.params(row).prompt_logprobs or 0
+        )
 
     def _apply(self, plan: SchedulerOutput) -> None:
         if plan.reset:
@@ -223,6 +236,7 @@ class ModelRunner(abc.ABC):
             params=self.states.params(row),
             prompt_ids=self.states.token_ids[row, :prompt],
             output_ids=self.states.token_ids[row, prompt:position],
+            stop_ids=self.states.stop_ids(row),
         )
 
     # -- alone --------------------------------------------------------------------------------

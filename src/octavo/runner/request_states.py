@@ -24,7 +24,7 @@ class RequestStates:
         self.token_ids = np.zeros((rows, limits.max_model_len), np.int32)
         self.block_table = np.zeros((num_groups, rows, limits.max_blocks), np.int32)
         self.num_prompt = np.zeros(rows, np.int32)
-        self._params: list[SamplingParams | None] = [None] * rows
+        self._new: list[NewRow | None] = [None] * rows
         self._rows: dict[str, int] = {}
         self._free = list(range(rows))[::-1]
 
@@ -39,9 +39,16 @@ class RequestStates:
 
     def params(self, row: int) -> SamplingParams:
         """A row's sampling parameters."""
-        params = self._params[row]
-        assert params is not None, f"row {row} is free"
-        return params
+        return self._request(row).params
+
+    def stop_ids(self, row: int) -> tuple[int, ...]:
+        """Tokens that end a row's request."""
+        return self._request(row).stop_ids
+
+    def _request(self, row: int) -> NewRow:
+        new = self._new[row]
+        assert new is not None, f"row {row} is free"
+        return new
 
     def reset(self) -> None:
         """Free all rows."""
@@ -52,7 +59,7 @@ class RequestStates:
         """Free a request's row, if it has one."""
         row = self._rows.pop(request_id, None)
         if row is not None:
-            self._params[row] = None
+            self._new[row] = None
             self._free.append(row)
 
     def add(self, new: NewRow) -> None:
@@ -64,7 +71,7 @@ class RequestStates:
         self.token_ids[row, :prompt] = new.prompt_ids
         self.token_ids[row, prompt:total] = new.output_ids
         self.num_prompt[row] = prompt
-        self._params[row] = new.params
+        self._new[row] = new
 
     def write_blocks(self, step: RowStep) -> None:
         """Apply a step's block-table diff."""

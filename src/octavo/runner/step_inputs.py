@@ -36,6 +36,9 @@ def fill(
         inputs.slot_mapping[:, token:end] = (
             table[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
         )
+        first, last = step.prompt_logits
+        inputs.sampled_rows[sampled : sampled + last - first] = token + np.arange(first, last) - step.start
+        sampled += last - first
         if step.samples:
             inputs.sampled_rows[sampled] = end - 1
             sampled += 1

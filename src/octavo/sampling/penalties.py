@@ -1,4 +1,4 @@
-"""What changes logits before a token is chosen: bias and penalties.
+"""What changes logits before a token is chosen: bias, bans and penalties.
 
 Rule: each is a function of the logits and the ids so far, a fold that restarts from the ids. The
 repetition penalty (Keskar et al., CTRL) covers prompt and output; presence and frequency penalties
@@ -6,6 +6,8 @@ cover the output only, as OpenAI defines them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,18 +22,27 @@ def needs_adjustment(params: SamplingParams) -> bool:
     """Whether `adjust` would change anything."""
     return bool(
         params.logit_bias
+        or params.min_tokens
         or params.repetition_penalty != 1.0
         or params.presence_penalty
         or params.frequency_penalty
     )
 
 
-def adjust(logits: Logits, params: SamplingParams, prompt_ids: TokenIds, output_ids: TokenIds) -> Logits:
-    """A copy of logits [vocab] with bias, then penalties."""
+def adjust(
+    logits: Logits,
+    params: SamplingParams,
+    prompt_ids: TokenIds,
+    output_ids: TokenIds,
+    stop_ids: Sequence[int] = (),
+) -> Logits:
+    """A copy of logits [vocab] with bias, bans, then penalties. stop_ids are banned before min_tokens."""
     logits = logits.copy()
     if params.logit_bias:
         ids = np.fromiter(params.logit_bias, np.int64)
         logits[ids] += np.fromiter(params.logit_bias.values(), np.float32)
+    if output_ids.shape[0] < params.min_tokens:
+        logits[list(stop_ids)] = -np.inf
     if params.repetition_penalty != 1.0:
         seen = np.union1d(prompt_ids, output_ids)
         values, penalty = logits[seen], np.float32(params.repetition_penalty)

@@ -1,13 +1,13 @@
 """From logits to tokens.
 
-Order: bias, penalties, temperature, min_p, top_k, top_p, Gumbel noise; the largest wins, ties to the
+Order: bias, bans, penalties, temperature, min_p, top_k, top_p, Gumbel noise; the largest wins, ties to the
 smaller id. Rule: each row is sampled alone, from its own logits, parameters and ids, so what shares
 the batch can't touch it; a row whose logits are no numbers is an error, never token 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,16 +23,18 @@ from octavo.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """What sampling one row needs besides its logits. `position` is the new token's."""
+    """What sampling one row needs besides its logits. `position` is the new token's; stop_ids end the
+    request, so that they are not sampled before min_tokens."""
 
     request_id: str
     position: int
     params: SamplingParams
     prompt_ids: npt.NDArray[np.int32]
     output_ids: npt.NDArray[np.int32]
+    stop_ids: tuple[int, ...] = ()
 
 
-def sample(logits: npt.NDArray[np.float32], rows: Sequence[SamplingRow]) -> list[SampledToken]:
+def sample(logits: Iterable[npt.NDArray[np.float32]], rows: Sequence[SamplingRow]) -> list[SampledToken]:
     """Sample a token for each row of logits [rows, vocab]."""
     return [_sample_row(values, row) for values, row in zip(logits, rows, strict=True)]
 
@@ -41,7 +43,7 @@ def _sample_row(raw: npt.NDArray[np.float32], row: SamplingRow) -> SampledToken:
     params = row.params
     logits = raw
     if needs_adjustment(params):
-        logits = adjust(raw, params, row.prompt_ids, row.output_ids)
+        logits = adjust(raw, params, row.prompt_ids, row.output_ids, row.stop_ids)
     token_id = int(np.argmax(logits))  # the first NaN, if there is one
     if not np.isfinite(logits[token_id]):
         return SampledToken(

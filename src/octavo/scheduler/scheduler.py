@@ -11,6 +11,7 @@ back by `undo`. Rule: this class is the only writer of requests and queues; time
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,9 +23,11 @@ from octavo.messages import (
     EngineRequest,
     ModelRunnerOutput,
     NewRow,
+    PromptLogprobs,
     RowStep,
     SampledToken,
     SchedulerOutput,
+    TokenLogprobs,
 )
 from octavo.request import FinishReason, Request, RequestStatus
 from octavo.scheduler.policy import Policy, choose_victim, order_key
@@ -37,6 +40,11 @@ class SchedulerLimits:
 
     max_num_batched_tokens: int
     max_num_seqs: int
+
+    @property
+    def max_logits(self) -> int:
+        """Rows of logits: one for each request to sample from, and what is left for logprobs of prompts."""
+        return self.max_num_seqs
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +62,7 @@ class _Draft:
     """A plan in the making."""
 
     budget: int  # tokens that it may still take
+    logits: int  # rows of logits that it may still take
     parts: dict[str, _Scheduled] = field(default_factory=dict)
 
 
@@ -171,23 +180,23 @@ class Scheduler:
         if request is None:
             return None
         self._end(request, reason, error=error)
-        return EngineOutput(
-            request_id=request_id,
-            new_token_ids=[],
-            finish_reason=reason,
-            error=error,
-            num_cached_tokens=request.num_cached_tokens,
-        )
+        return self._output(request)
 
     # -- planning -----------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput | None:
         """Plan the next step; None when there is nothing that could run now."""
-        draft = _Draft(self.limits.max_num_batched_tokens)
+        draft = _Draft(self.limits.max_num_batched_tokens, self.limits.max_logits)
         short_of_blocks = False
-        for request in sorted(self._running, key=self._key):
+        running = sorted(self._running, key=self._key)
+        # Each request that comes later can take a row of logits, also one that is about to be admitted.
+        reserved = len(running) + (len(self._waiting) > 0 and len(running) < self.limits.max_num_seqs)
+        for request in running:
+            reserved -= 1
             if request.status is RequestStatus.RUNNING:  # not preempted by an earlier one meanwhile
-                served = self._schedule_running(request, draft, may_allocate=not short_of_blocks)
+                served = self._schedule_running(
+                    request, draft, max_logits=draft.logits - reserved, may_allocate=not short_of_blocks
+                )
                 short_of_blocks |= not served
         if not short_of_blocks:
             self._schedule_waiting(draft)
@@ -195,13 +204,16 @@ class Scheduler:
             return None
         return self._make_plan(list(draft.parts.values()))
 
-    def _schedule_running(self, request: Request, draft: _Draft, *, may_allocate: bool) -> bool:
+    def _schedule_running(
+        self, request: Request, draft: _Draft, *, max_logits: int, may_allocate: bool
+    ) -> bool:
         """Give a running request what the budget allows, preempting others for blocks if need be.
 
         False when it waits for blocks that steps in flight still use: whoever comes after it must
         not take them (may_allocate), or the first in order could wait for ever.
         """
         count = min(draft.budget, request.num_unscheduled_tokens)
+        count = _fit(request, request.num_scheduled_tokens, count, max_logits)
         if count == 0 or _ends_in_flight(request):
             return True
         if self._needs_long_rope(request) and not request.long_rope:
@@ -237,6 +249,9 @@ class Scheduler:
             if not self._has_room(request, match):
                 return
             count = min(draft.budget, request.num_tokens - match.num_tokens)
+            count = _fit(request, match.num_tokens, count, draft.logits)
+            if count == 0:
+                return
             self._admit(request, match)
             grown = self.kv.grow(request, match.num_tokens + count)
             assert grown, "_has_room promised blocks"
@@ -275,25 +290,27 @@ class Scheduler:
 
     def _put_into_plan(self, request: Request, count: int, draft: _Draft, *, admitted: bool) -> None:
         start = request.num_scheduled_tokens
-        samples = count == request.num_unscheduled_tokens
         row = RowStep(
             request_id=request.request_id,
             start=start,
             num_tokens=count,
             block_writes=[],
-            samples=samples,
+            samples=_samples(request, start + count),
+            prompt_logits=_prompt_logits(request, start, start + count),
             long_rope=request.long_rope,
         )
         draft.parts[request.request_id] = _Scheduled(request, row, request.num_preemptions, admitted)
         draft.budget -= count
+        draft.logits -= row.num_logits
         request.num_scheduled_tokens += count
         request.num_steps_in_flight += 1
-        request.num_pending += samples
+        request.num_pending += row.samples
 
     def _take_from_plan(self, request: Request, draft: _Draft) -> None:
         part = draft.parts.pop(request.request_id, None)
         if part is not None:
             draft.budget += part.row.num_tokens
+            draft.logits += part.row.num_logits
             self._revert_counters(part)
 
     def _revert_counters(self, part: _Scheduled) -> None:
@@ -358,6 +375,7 @@ class Scheduler:
         flight = self._in_flight.popleft()
         assert flight.plan.step == result.step, f"step {flight.plan.step} is next, got {result.step}"
         sampled = {token.request_id: token for token in result.sampled}
+        prompts = {entry.request_id: entry for entry in result.prompt_logprobs}
         outputs = []
         for part in flight.parts:
             request = part.request
@@ -369,8 +387,15 @@ class Scheduler:
                 request.num_computed_tokens = part.row.start + part.row.num_tokens
                 request.progress_since_preemption += part.row.num_tokens
                 self.kv.commit(request)
-            if part.row.samples:
+            error = self._take_prompt_logprobs(request, prompts.get(request.request_id))
+            if error is not None:
+                self._end(request, FinishReason.ERROR, error=error)
+                outputs.append(self._output(request))
+            elif part.row.samples:
                 outputs.append(self._take_token(request, sampled[request.request_id]))
+            elif _is_computed(request):
+                self._end(request, FinishReason.LENGTH)
+                outputs.append(self._output(request))
         self.kv.retire(flight.plan.step)
         return outputs
 
@@ -380,19 +405,38 @@ class Scheduler:
         )
         if token.error is not None:
             self._end(request, FinishReason.ERROR, error=token.error)
-            new_ids = []
-        else:
-            request.output_ids.append(token.token_id)
-            new_ids = [token.token_id]
-            reason = _reason_to_stop(request, token.token_id)
-            if reason is not None:
-                self._end(request, reason)
+            return self._output(request, logprobs=token.logprobs)
+        request.output_ids.append(token.token_id)
+        reason = _reason_to_stop(request, token.token_id)
+        if reason is not None:
+            self._end(request, reason)
+        return self._output(request, [token.token_id], token.logprobs)
+
+    def _take_prompt_logprobs(self, request: Request, entry: PromptLogprobs | None) -> str | None:
+        """Keep them; the error there was, if any."""
+        if entry is None:
+            return None
+        assert entry.start == len(request.prompt_logprobs) + 1, (
+            f"{request.request_id}: prompt logprobs came from position {entry.start} on, next is "
+            f"{len(request.prompt_logprobs) + 1}"
+        )
+        request.prompt_logprobs += entry.logprobs
+        return entry.error
+
+    def _output(
+        self, request: Request, new_ids: Sequence[int] = (), logprobs: TokenLogprobs | None = None
+    ) -> EngineOutput:
+        prompt_logprobs = None
+        if request.params.prompt_logprobs is not None and not request.prompt_logprobs_sent:
+            request.prompt_logprobs_sent = True
+            prompt_logprobs = request.prompt_logprobs
         return EngineOutput(
             request_id=request.request_id,
-            new_token_ids=new_ids,
+            new_token_ids=list(new_ids),
             finish_reason=request.finish_reason,
             error=request.error,
-            logprobs=None if token.logprobs is None else [token.logprobs],
+            logprobs=None if logprobs is None else [logprobs],
+            prompt_logprobs=prompt_logprobs,
             num_cached_tokens=request.num_cached_tokens,
         )
 
@@ -465,12 +509,40 @@ def _new_row(request: Request) -> NewRow:
         prompt_ids=request.prompt_ids,
         output_ids=list(request.output_ids),
         params=request.params,
+        stop_ids=tuple(sorted(request.stop_ids)),
     )
+
+
+def _is_computed(request: Request) -> bool:
+    """Whether a request that samples nothing has come to its end."""
+    return request.max_tokens == 0 and request.num_computed_tokens == request.num_tokens
 
 
 def _ends_in_flight(request: Request) -> bool:
     """Whether tokens being sampled already use up max_tokens."""
-    return len(request.output_ids) + request.num_pending >= request.max_tokens
+    return 0 < request.max_tokens <= len(request.output_ids) + request.num_pending
+
+
+def _samples(request: Request, stop: int) -> bool:
+    """Whether a step that ends at `stop` samples a token."""
+    return request.max_tokens > 0 and stop == request.num_tokens + request.num_pending
+
+
+def _prompt_logits(request: Request, start: int, stop: int) -> tuple[int, int]:
+    """Positions among [start, stop) whose logits give logprobs of the prompt that are not known yet."""
+    first = max(start, len(request.prompt_logprobs))
+    return first, max(first, min(stop, request.num_prompt_logits))
+
+
+def _fit(request: Request, start: int, count: int, max_logits: int) -> int:
+    """How many of `count` tokens from `start` on want no more than max_logits rows of logits."""
+    while count:
+        first, end = _prompt_logits(request, start, start + count)
+        excess = end - first + _samples(request, start + count) - max_logits
+        if excess <= 0:
+            break
+        count = max(0, count - excess)  # a token wants at most one row
+    return count
 
 
 def _reason_to_stop(request: Request, token_id: int) -> FinishReason | None:

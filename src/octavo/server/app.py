@@ -21,7 +21,7 @@ from octavo.server.admission import Admission
 from octavo.server.auth import load_keys
 from octavo.server.gate import Gate
 from octavo.server.hosts import Hosts
-from octavo.server.openai import chat, error_responses, models
+from octavo.server.openai import chat, completions, error_responses, models, tokenization
 
 
 def create_app(
@@ -62,6 +62,8 @@ def create_app(
     app.include_router(health.router)
     app.include_router(models.router)
     app.include_router(chat.router)
+    app.include_router(completions.router)
+    app.include_router(tokenization.router)
     app.include_router(console.router)
     return app
 

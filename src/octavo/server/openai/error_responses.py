@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from octavo.errors import EngineDeadError, InvalidRequestError, ModelNotFoundError, OctavoError
@@ -27,6 +28,26 @@ _HTTP_CODES = {
     413: "body_too_large",
     503: "busy",
 }
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong, in words and for programs. param: the field that is to blame, if one is."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    """Every answer that is no success."""
+
+    error: ErrorDetail
+
+
+#: What a route of OpenAI's may answer beside success, for its schema.
+RESPONSES: dict[int | str, dict[str, Any]] = {kind: {"model": ErrorResponse} for kind in ("4XX", "5XX")}
+_SHOWN = 100
 
 
 def error_body(
@@ -96,6 +117,8 @@ def _validation_body(error: RequestValidationError) -> dict[str, Any]:
     elif first["type"] == "json_invalid":
         problem = first.get("ctx", {}).get("error", first["msg"])
         message, param = f"the body is no JSON: {problem}, at character {first['loc'][-1]}", None
+    elif first["type"] in ("greater_than_equal", "less_than_equal"):
+        message = f"{param} is {str(first['input'])[:_SHOWN]}: {first['msg']}"
     else:
         message = f"{param or 'body'}: {first['msg']}"
     return error_body(message, kind="invalid_request_error", param=param, code="invalid_request")

@@ -8,18 +8,19 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from octavo.errors import ModelNotFoundError
+from octavo.server.openai.error_responses import RESPONSES
 
 router = APIRouter()
 _STARTED = int(time.time())
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", responses=RESPONSES)
 async def list_models(request: Request) -> dict[str, Any]:
     """The model that is served."""
     return {"object": "list", "data": [_model(request)]}
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", responses=RESPONSES)
 async def retrieve_model(name: str, request: Request) -> dict[str, Any]:
     """One model."""
     model = _model(request)
