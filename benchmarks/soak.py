@@ -91,7 +91,7 @@ def rss_mb(pid: int) -> list[float]:
     tasks = list(Path(f"/proc/{pid}/task").glob("*/children"))  # each thread has its own
     pids = [pid, *(int(child) for task in tasks for child in task.read_text().split())]
     pages = [int(Path(f"/proc/{each}/statm").read_text().split()[1]) for each in pids]
-    return [count * os.sysconf("SC_PAGE_SIZE") / 1e6 for count in pages]
+    return [round(count * os.sysconf("SC_PAGE_SIZE") / 1e6, 1) for count in pages]
 
 
 class Soak:

@@ -2,6 +2,7 @@
 
 docs/program.md    the listing of the default model's program, and its memory bill
 docs/settings.md   every setting of the engine and the server
+docs/metrics.md    every metric, and the record of a request's end
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from octavo.config import env
 from octavo.config.resolve import resolve
 from octavo.config.schema import EngineConfig
 from octavo.config.server import ServerConfig
+from octavo.engine.request_record import REFUSALS, RequestRecord
 from octavo.kv_cache.sizing import make_bill
 from octavo.models.registry import model_builder
+from octavo.observability.prometheus import METRICS
+from octavo.observability.step_log import NUM_STEPS
 from octavo.program.builder import ProgramBuilder
 from octavo.program.ir import DType
 from octavo.program.planner import Limits, seal
@@ -126,7 +130,62 @@ In Python the same names are arguments: `LLM("smollm2-135m-instruct", max_num_se
 """
 
 
-PAGES = {"program.md": program_page, "settings.md": settings_page}
+def metrics_page() -> str:
+    """docs/metrics.md."""
+    rows = "\n".join(
+        f"| `{name}` | {kind} | {', '.join(f'`{label}`' for label in labels)} | {text} |"
+        for name, (kind, labels, text) in METRICS.items()
+    )
+    refusals = ", ".join(f"`{reason}`" for reason in REFUSALS)
+    fields = ", ".join(f"`{field}`" for field in RequestRecord.__struct_fields__)
+    return f"""# Metrics
+
+Made by `make docs` from [observability/prometheus.py](../src/octavo/observability/prometheus.py); a test
+checks it. `GET /metrics` answers in Prometheus' text format, or in OpenMetrics where the `Accept` header asks
+for that. Nothing is sampled beforehand: every value is computed when asked for, so no gauge is stale.
+
+| metric | type | labels | what it says |
+|---|---|---|---|
+{rows}
+
+Beside these, `process_*` of Prometheus' own client: resident memory, CPU time, open files of the server's
+process; and `octavo_engine_process_*` of the engine's, where it has one of its own.
+
+## What adds up
+
+- `octavo_requests_received_total` = `octavo_requests_open` + all `octavo_requests_total` + all
+  `octavo_requests_refused_total`. A request is a stream of the engine, or a POST under `/v1/` that never
+  became one.
+- The sum of `octavo_blocks` is the number of blocks, always.
+- `prompt_computed` + `prompt_cached` of `octavo_tokens_total` is what the prompts held that were answered.
+- `octavo_tokens_total{{source="generated"}}` is the sum of `generated_tokens` over all records.
+
+Reasons to refuse: {refusals}.
+
+## The record of a request's end
+
+One line of JSON on standard error for each request, whatever became of it, from the logger `octavo.requests`:
+{fields}.
+
+`reason` is one of the reasons of `octavo_requests_total`, or `refused`; then `refusal` says why. `queue_ms`,
+`prefill_ms` and `decode_ms` are the engine's; `ttft_ms` and `e2e_ms` begin when the request came and end when
+its caller was given the token, or left. What e2e has beyond the three is the way to the engine and back; of
+requests that their caller left it may have less, since the engine hears of that a step later.
+
+## Slow steps
+
+A step that takes ten times as long as those of its size do, and a tenth of a second at least, is logged as a
+warning that says what the engine was doing. Its stacks, sampled while it ran, are in the ring of the last
+{NUM_STEPS} steps (`EngineCore.steps`).
+
+## The garbage collector
+
+`octavo serve` freezes what is loaded (`gc.freeze`), so that full collections walk only the requests under
+way. `octavo_gc_pause_seconds` shows what is left.
+"""
+
+
+PAGES = {"program.md": program_page, "settings.md": settings_page, "metrics.md": metrics_page}
 
 
 def main() -> int:

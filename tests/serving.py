@@ -56,6 +56,10 @@ class Server:
         self.log.seek(0)
         return self.log.read().decode()
 
+    def messages(self) -> list[str]:
+        """The lines of these that are for people: no records of requests."""
+        return [line for line in self.stderr().splitlines() if not line.startswith("{")]
+
     def health(self) -> dict[str, object]:
         """The answer of /health."""
         body: dict[str, object] = httpx.get(f"{self.url}/health").raise_for_status().json()

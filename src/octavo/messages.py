@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
+from octavo.observability.stats import RequestTimes
 from octavo.request import FinishReason
 from octavo.sampling_params import SamplingParams
 
@@ -128,7 +129,8 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What a step added to one request. prompt_logprobs: with the first token, or the end; of all tokens of
-    the prompt but the first."""
+    the prompt but the first. times, num_preemptions: given with the last output of one that the engine had
+    taken."""
 
     request_id: str
     new_token_ids: list[int]
@@ -137,3 +139,5 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
+    times: RequestTimes | None = None
+    num_preemptions: int = 0

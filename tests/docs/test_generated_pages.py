@@ -10,7 +10,7 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("name", ["program.md", "settings.md"])
+@pytest.mark.parametrize("name", ["program.md", "settings.md", "metrics.md"])
 @pytest.mark.usefixtures("smollm2_path")
 def test_page_is_up_to_date(name: str) -> None:
     spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")

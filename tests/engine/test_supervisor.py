@@ -212,7 +212,7 @@ def test_nothing_is_left_behind_and_nobody_else_may_look(
 
     async def scenario(client: AsyncEngine) -> None:
         found = list(folder.glob("octavo-*/*"))
-        assert {path.name for path in found} == {"engine", "front", "pulse", "state"}
+        assert {path.name for path in found} == {"engine", "engine-stats", "front", "pulse", "state"}
         for path in found:
             assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
             assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700, path.parent

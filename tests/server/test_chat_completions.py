@@ -45,7 +45,7 @@ def server(tiny_path: Path) -> Iterator[Server]:
         yield server
         server.wait_until_idle(3)
         assert server.stop(signal.SIGTERM, seconds=3) == 0
-        lines = server.stderr().splitlines()
+        lines = server.messages()
         assert len(lines) == 2, lines  # what was loaded, and where it listens
 
 

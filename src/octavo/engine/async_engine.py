@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Protocol, Unpack
 
@@ -18,9 +17,11 @@ from octavo.engine.core_client import Client, Deliver, OnDeath
 from octavo.engine.inbox import Inbox
 from octavo.engine.model_info import ModelInfo
 from octavo.engine.parallel_sampling import in_parallel
+from octavo.engine.request_log import RequestLog
 from octavo.errors import EngineDeadError, InvalidRequestError
 from octavo.input.input_processor import ChatArguments, InputProcessor
 from octavo.messages import EngineOutput, EngineRequest
+from octavo.observability.stats import EngineStats
 from octavo.output.output_processor import OutputProcessor
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
@@ -49,6 +50,8 @@ class AsyncEngine:
         self._inputs = engine.inputs
         self._outputs = engine.outputs
         self._loop = asyncio.get_running_loop()
+        #: What becomes of each request.
+        self.requests = RequestLog(engine.info.name)
         self._streams: dict[str, Inbox] = {}
         name = secrets.token_hex(4)  # others may talk to the same core
         self._ids = (f"request-{name}-{i}" for i in itertools.count())
@@ -76,6 +79,18 @@ class AsyncEngine:
         """The text side: its tokenizer, and how prompts become ids."""
         return self._inputs
 
+    def stats(self) -> EngineStats:
+        """The core at this moment; may block, so ask from another thread than the loop's."""
+        return self._client.stats()
+
+    def sizes(self) -> dict[str, int]:
+        """Entries of internal containers of this side: all 0 when idle."""
+        return {
+            "streams": len(self._streams),
+            "output_streams": len(self._outputs),
+            "request_log": len(self.requests),
+        }
+
     def generate(
         self,
         prompt: str | Sequence[int],
@@ -91,17 +106,18 @@ class AsyncEngine:
         n: how many completions; each output's `index` says of which it is. priority: smaller goes first;
         refused unless the engine's policy is priority. cache_salt: only requests of the same share KV blocks.
         """
-        self._check_serving()
-        self._check_priority(priority)
-        request = self._inputs.process(
-            prompt,
-            params,
-            request_id=next(self._ids),
-            arrival=time.monotonic(),
-            priority=priority,
-            cache_salt=cache_salt,
-        )
-        return in_parallel(request, n, self._stream)
+        with self.requests.admitting() as arrival:
+            self._check_serving()
+            self._check_priority(priority)
+            request = self._inputs.process(
+                prompt,
+                params,
+                request_id=next(self._ids),
+                arrival=arrival,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+            return in_parallel(request, n, self._take)
 
     def chat(
         self,
@@ -117,18 +133,19 @@ class AsyncEngine:
 
         chat: arguments of the model's chat template; see `ChatTemplate.render`.
         """
-        self._check_serving()
-        self._check_priority(priority)
-        request = self._inputs.process_chat(
-            messages,
-            params,
-            request_id=next(self._ids),
-            arrival=time.monotonic(),
-            priority=priority,
-            cache_salt=cache_salt,
-            **chat,
-        )
-        return in_parallel(request, n, self._stream)
+        with self.requests.admitting() as arrival:
+            self._check_serving()
+            self._check_priority(priority)
+            request = self._inputs.process_chat(
+                messages,
+                params,
+                request_id=next(self._ids),
+                arrival=arrival,
+                priority=priority,
+                cache_salt=cache_salt,
+                **chat,
+            )
+            return in_parallel(request, n, self._take)
 
     async def close(self) -> None:
         """Stop the engine after the step it is in; open streams end with EngineDeadError."""
@@ -147,11 +164,15 @@ class AsyncEngine:
                 param="priority",
             )
 
+    def _take(self, request: EngineRequest) -> AsyncGenerator[RequestOutput]:
+        return self._stream(self.requests.took(request))
+
     async def _stream(self, request: EngineRequest) -> AsyncGenerator[RequestOutput]:
         """Outputs of one request. Leaving the iterator aborts it."""
         inbox = Inbox()
         self._outputs.add(request)
         self._streams[request.request_id] = inbox
+        self.requests.begin(request)
         finished = False
         try:
             self._client.add(request)
@@ -161,17 +182,23 @@ class AsyncEngine:
                     finished = True
                     raise output
                 finished = output.finished
+                self.requests.advance(output)
                 yield output
+        except EngineDeadError as error:
+            self.requests.fail(request.request_id, error)
+            raise
         finally:
             self._streams.pop(request.request_id, None)
             self._outputs.abort(request.request_id)
             if not finished:
                 self._client.abort(request.request_id)
+            self.requests.end(request.request_id, final_coming=self._client.trouble is None)
 
     def _deliver_from_thread(self, outputs: list[EngineOutput]) -> None:
         self._call_in_loop(self._deliver, outputs)
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
+        self.requests.deliver(outputs)
         processed = self._outputs.process(outputs)
         for request_id in processed.stopped:
             self._client.abort(request_id)
@@ -192,6 +219,7 @@ class AsyncEngine:
             # The program left its loop without closing the engine: nobody is listening any more.
 
     def _die(self, cause: str) -> None:
+        self.requests.flush()
         for inbox in self._streams.values():
             inbox.put(EngineDeadError(cause))
 

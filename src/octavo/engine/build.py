@@ -13,6 +13,7 @@ from pathlib import Path
 from octavo.config.schema import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.core_client import Client, Deliver, OnDeath, ThreadClient
+from octavo.engine.fingerprint import fingerprint
 from octavo.engine.model_info import ModelInfo
 from octavo.engine.text import Text
 from octavo.executor.uniproc import UniprocExecutor
@@ -87,6 +88,8 @@ def _info(config: EngineConfig, runner: ModelRunner, bill: MemoryBill, seconds: 
     return ModelInfo(
         name=Path(config.model).stem if config.model.endswith(".gguf") else config.model,
         backend=runner.backend.name,
+        isa=getattr(runner.backend, "isa", ""),
+        fingerprint=_fingerprint(config, runner),
         weight_formats=" and ".join(runner.weight_formats),
         kv_dtype=runner.program.kv_layers[0].dtype,
         policy=Policy(config.policy),
@@ -94,6 +97,17 @@ def _info(config: EngineConfig, runner: ModelRunner, bill: MemoryBill, seconds: 
         vocab_size=runner.program.vocab_size,
         bill=bill,
         load_seconds=seconds,
+    )
+
+
+def _fingerprint(config: EngineConfig, runner: ModelRunner) -> str:
+    return fingerprint(
+        runner.checkpoint.path,
+        backend=runner.backend.name,
+        weight_formats=tuple(runner.weight_formats),
+        kv_dtype=str(runner.program.kv_layers[0].dtype),
+        activation_bits=config.activation_bits,
+        deterministic=True,  # as all backends of the CPU are
     )
 
 

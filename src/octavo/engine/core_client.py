@@ -15,6 +15,7 @@ from typing import Protocol
 from octavo.engine.core import EngineCore
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.messages import EngineOutput, EngineRequest
+from octavo.observability.stats import EngineStats
 from octavo.request import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,9 @@ class Client(Protocol):
     def abort(self, request_id: str) -> None:
         """End a request early; its last output has finish_reason abort."""
 
+    def stats(self) -> EngineStats:
+        """The core at this moment, also while it is in a step. EngineDeadError if it does not say."""
+
     def close(self) -> None:
         """Stop the core after the step it is in, and free it."""
 
@@ -56,6 +60,10 @@ class InProcessClient:
     def abort(self, request_id: str) -> None:
         """End a request; it produces no more output."""
         self._core.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        """The core at this moment."""
+        return self._core.stats()
 
     def step(self) -> list[EngineOutput]:
         """Run one step. EngineDeadError after `close`."""
@@ -104,6 +112,10 @@ class ThreadClient:
     def abort(self, request_id: str) -> None:
         """See Client."""
         self._inbox.put(request_id)
+
+    def stats(self) -> EngineStats:
+        """The core at this moment, also after it stopped."""
+        return self._core.stats()
 
     def close(self) -> None:
         """See Client."""

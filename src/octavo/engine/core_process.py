@@ -25,12 +25,13 @@ import msgspec
 import zmq
 
 from octavo.config.schema import EngineConfig
-from octavo.engine import wire
+from octavo.engine import stats_socket, wire
 from octavo.engine.build import build_core
 from octavo.engine.core import EngineCore
 from octavo.engine.core_client import add_or_refuse
 from octavo.engine.pulse import Pulse
 from octavo.messages import EngineOutput
+from octavo.observability.runtime import GCWatch, settle_garbage_collector
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +122,12 @@ def main() -> None:
         pulse.start_beating()
         core, info = build_core(config)
         fronts = FrontEnds(directory)
+        pauses = GCWatch()
+        stats_socket.answer(
+            directory / _SOCKET,
+            lambda: msgspec.structs.replace(core.stats(), gc_pauses=pauses.snapshot()),
+        )
+        settle_garbage_collector()
         os.write(pipe, wire.encode(wire.Ready(info, fronts.address)))
         serve(core, fronts, pulse)
     except BaseException as error:

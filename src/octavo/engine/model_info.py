@@ -10,10 +10,15 @@ from octavo.scheduler.policy import Policy
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A loaded model. It crosses to other processes, so it holds plain values."""
+    """A loaded model. It crosses to other processes, so it holds plain values.
+
+    isa: of the native kernels; empty on other backends. fingerprint: OpenAI's system_fingerprint.
+    """
 
     name: str
     backend: str
+    isa: str
+    fingerprint: str
     weight_formats: str
     kv_dtype: str
     policy: Policy

@@ -15,10 +15,11 @@ from typing import Protocol
 
 import zmq
 
-from octavo.engine import wire
+from octavo.engine import stats_socket, wire
 from octavo.engine.core_client import Deliver, OnDeath
 from octavo.errors import EngineDeadError
 from octavo.messages import EngineRequest
+from octavo.observability.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class ProcessClient:
         self._own_address = wire.address_of(path)
         self._inbox = wire.bind(self._context, path)
         self._outbox: zmq.Socket[bytes] | None = None
+        self._engine_address: str | None = None
         self._lock = threading.Lock()
         self._closing = False
         self._thread = threading.Thread(target=self._receive, name="octavo-outputs", daemon=True)
@@ -87,6 +89,13 @@ class ProcessClient:
         """See Client."""
         self._send(wire.Abort(request_id))
 
+    def stats(self) -> EngineStats:
+        """See Client."""
+        address = self._engine_address
+        if address is None:
+            raise EngineDeadError(self.trouble or "the engine has ended; it is being restarted")
+        return stats_socket.ask(address)
+
     def close(self) -> None:
         """See Client."""
         if self._closing:
@@ -103,7 +112,7 @@ class ProcessClient:
     def engine_ready(self, address: str) -> None:
         """See Listener."""
         with self._lock:
-            self._outbox = wire.connect(self._context, address)
+            self._outbox, self._engine_address = wire.connect(self._context, address), address
         self._send(wire.Hello(self._front, self._own_address))
 
     def engine_died(self, error: EngineDeadError) -> None:
@@ -111,7 +120,7 @@ class ProcessClient:
         with self._lock:
             if self._outbox is not None:
                 self._outbox.close()
-            self._outbox = None
+            self._outbox = self._engine_address = None
         self._on_death(error)
 
     def _send(self, message: wire.ToEngine) -> bool:

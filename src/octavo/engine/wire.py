@@ -79,9 +79,9 @@ decode_outputs = msgspec.msgpack.Decoder(Outputs).decode
 decode_to_supervisor = msgspec.msgpack.Decoder(ToSupervisor).decode
 
 
-def bind(context: zmq.Context[zmq.Socket[bytes]], path: Path) -> zmq.Socket[bytes]:
+def bind(context: zmq.Context[zmq.Socket[bytes]], path: Path, *, kind: int = zmq.PULL) -> zmq.Socket[bytes]:
     """A socket to receive on, at `path`."""
-    socket = context.socket(zmq.PULL)
+    socket = context.socket(kind)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.bind(address_of(path))
     path.chmod(_OWNER_ONLY)

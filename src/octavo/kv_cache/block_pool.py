@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from octavo.kv_cache.block_hash import BlockHash
+from octavo.observability.stats import BlockCounts
 
 #: A group's block under its hash: two groups keep different KV for the same tokens.
 CacheKey = tuple[int, BlockHash]
@@ -59,6 +60,12 @@ class BlockPool:
     def num_cached(self) -> int:
         """Registered blocks that nobody references."""
         return len(self._cached)
+
+    def count(self) -> BlockCounts:
+        """Blocks by state."""
+        free, cached = len(self._free), len(self._cached)
+        total = len(self.blocks)
+        return BlockCounts(total=total, free=free, cached=cached, referenced=total - free - cached)
 
     def allocate(self, count: int) -> list[Block]:
         """Take `count` blocks, evicting cached ones only when free ones run out."""

@@ -153,6 +153,10 @@ class KVCacheManager:
         table = self._tables[request.request_id]
         return [[0 if b is None else b.id for b in group[first:]] for group in table.blocks]
 
+    def sizes(self) -> dict[str, int]:
+        """Entries of internal containers: all 0 when idle."""
+        return {"block_tables": len(self._tables), "hash_chains": len(self._hash_chains)}
+
     # -- changes ------------------------------------------------------------------------------
 
     def admit(self, request: Request, match: PrefixMatch) -> None:

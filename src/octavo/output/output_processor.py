@@ -34,6 +34,10 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._streams: dict[str, _Stream] = {}
 
+    def __len__(self) -> int:
+        """Requests under way."""
+        return len(self._streams)
+
     def add(self, request: EngineRequest) -> None:
         """Expect output for the request, beyond the output_ids it may already have.
 

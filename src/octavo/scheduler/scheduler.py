@@ -101,6 +101,7 @@ class Scheduler:
         self._in_flight: deque[_InFlight] = deque()
         self._step = 0
         self._num_added = 0
+        self._num_preemptions = 0
         self._known_rows: set[str] = set()  # requests whose state the runner holds
         self._dropped: list[str] = []
         self._reset = False
@@ -123,6 +124,11 @@ class Scheduler:
         return len(self._in_flight)
 
     @property
+    def num_preemptions(self) -> int:
+        """Times that a request lost its blocks to another."""
+        return self._num_preemptions
+
+    @property
     def has_requests(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self._running or self._waiting)
@@ -130,6 +136,10 @@ class Scheduler:
     def request(self, request_id: str) -> Request | None:
         """An unfinished request, to look at."""
         return self._requests.get(request_id)
+
+    def sizes(self) -> dict[str, int]:
+        """Entries of internal containers: all 0 when idle."""
+        return {"scheduler_requests": len(self._requests), "runner_rows": len(self._known_rows)}
 
     # -- requests come and go -----------------------------------------------------------------
 
@@ -326,6 +336,7 @@ class Scheduler:
         self._running.remove(request)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
+        self._num_preemptions += 1
         request.progress_since_preemption = 0
         request.num_computed_tokens = request.num_scheduled_tokens = 0
         self._drop_row(request)

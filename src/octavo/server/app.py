@@ -16,11 +16,12 @@ from octavo.config.schema import EngineConfig
 from octavo.config.server import ServerConfig
 from octavo.engine.async_engine import AsyncEngine, LoadedEngine
 from octavo.errors import QueueFullError
-from octavo.server import console, health
+from octavo.server import console, health, metrics, version
 from octavo.server.admission import Admission
 from octavo.server.auth import load_keys
 from octavo.server.gate import Gate
 from octavo.server.hosts import Hosts
+from octavo.server.metrics import Metrics, RequestOrigins
 from octavo.server.openai import chat, completions, error_responses, models, tokenization
 
 
@@ -41,9 +42,11 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.engine = AsyncEngine(engine)
+        app.state.metrics = Metrics(app.state.engine)
         try:
             yield
         finally:
+            app.state.metrics.close()
             await app.state.engine.close()
 
     # FastAPI's documentation pages load scripts from other hosts; /openapi.json is there for tools.
@@ -57,9 +60,12 @@ def create_app(
         keys=load_keys(config.api_key, config.api_key_file),
         hosts=Hosts(host, config.allowed_hosts),
     )
+    app.add_middleware(RequestOrigins)  # the last one added is the outermost
     error_responses.install(app)
     app.add_exception_handler(QueueFullError, _queue_full)
     app.include_router(health.router)
+    app.include_router(metrics.router)
+    app.include_router(version.router)
     app.include_router(models.router)
     app.include_router(chat.router)
     app.include_router(completions.router)

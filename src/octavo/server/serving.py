@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -20,7 +21,9 @@ from fastapi import FastAPI
 
 from octavo.config.server import ServerConfig
 from octavo.engine.async_engine import AsyncEngine
+from octavo.engine.request_record import log_to
 from octavo.errors import ConfigError
+from octavo.observability.runtime import settle_garbage_collector
 from octavo.platforms.files import allow_open_files
 from octavo.server import connection
 from octavo.server.admission import Admission
@@ -104,6 +107,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        log_to(sys.stderr)
+        settle_garbage_collector()
         self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -30,7 +30,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     """Complete prompts, whole or as a stream of chunks."""
     engine: AsyncEngine = request.app.state.engine
     check_model(engine, body.model)
-    admit(request, len(body.prompts()) * body.n)
+    admit(request, body.n * len(body.prompts()))
     prompts, outputs = _generate(engine, body)
     answer = _Answer(engine, prompts, body)
     if body.stream:

@@ -1,0 +1,1 @@
+"""What the engine and the server say of themselves: counters, times, and what was slow."""
