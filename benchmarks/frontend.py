@@ -36,6 +36,7 @@ from octavo.bench.datasets import Lengths, synthetic
 from octavo.bench.load_generator import CHAT, ENDPOINTS, Load
 from octavo.bench.reports import Summary, summarize
 from octavo.config.resolve import resolve
+from octavo.config.server import ServerConfig
 from octavo.messages import EngineOutput, EngineRequest
 from octavo.platforms import cpu
 from octavo.request import FinishReason
@@ -99,7 +100,8 @@ def serve(port: int, interval: float) -> None:
 
     engine = build_engine(resolve({"model": MODEL, "kv_cache_gib": 0.25, "max_num_seqs": 1}).config)
     core = ScriptedCore(engine.inputs.tokenizer.encode(TEXT), interval)
-    app = create_app(dataclasses.replace(engine, core=core))  # type: ignore[arg-type]
+    config = ServerConfig(max_waiting=100_000)
+    app = create_app(dataclasses.replace(engine, core=core), config)  # type: ignore[arg-type]
     profile = cProfile.Profile(time.thread_time)  # waiting is no work
 
     @app.get("/measure/seconds")
@@ -116,7 +118,7 @@ def serve(port: int, interval: float) -> None:
         return top_functions(pstats.Stats(profile))
 
     listener = socket.create_server(("127.0.0.1", port))
-    run(app, listener, on_ready=lambda: print("ready", flush=True), on_drain=lambda _: None)
+    run(app, listener, config, on_ready=lambda: print("ready", flush=True), on_drain=lambda _: None)
 
 
 def top_functions(stats: pstats.Stats) -> list[dict[str, Any]]:
