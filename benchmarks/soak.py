@@ -86,12 +86,12 @@ def server(model: str, flags: list[str]) -> Iterator[tuple[str, int, int]]:
             process.wait()
 
 
-def rss_mb(pid: int) -> float:
-    """Memory in use by a server's processes."""
+def rss_mb(pid: int) -> list[float]:
+    """Memory in use by a server's process and those that it started."""
     tasks = list(Path(f"/proc/{pid}/task").glob("*/children"))  # each thread has its own
     pids = [pid, *(int(child) for task in tasks for child in task.read_text().split())]
-    pages = sum(int(Path(f"/proc/{each}/statm").read_text().split()[1]) for each in pids)
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+    pages = [int(Path(f"/proc/{each}/statm").read_text().split()[1]) for each in pids]
+    return [round(count * os.sysconf("SC_PAGE_SIZE") / 1e6, 1) for count in pages]
 
 
 class Soak:
@@ -198,10 +198,11 @@ class Soak:
         return [self._rng.choice(("cats", "rain", "trains", "salt", "glass", "kites")) for _ in range(count)]
 
 
-def slope_mb_per_minute(samples: list[tuple[float, float]]) -> float:
-    """Least squares over (seconds, MB)."""
-    seconds, mb = np.array(samples).T
-    return float(np.polyfit(seconds / 60, mb, 1)[0])
+def slopes_mb_per_minute(samples: list[tuple[float, list[float]]]) -> list[float]:
+    """Least squares over (seconds, MB of each process)."""
+    minutes = np.array([seconds for seconds, _ in samples]) / 60
+    slopes: list[float] = np.polyfit(minutes, np.array([mb for _, mb in samples]), 1)[0].tolist()
+    return slopes
 
 
 async def soak(url: str, pid: int, pool: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -209,7 +210,7 @@ async def soak(url: str, pid: int, pool: int, args: argparse.Namespace) -> dict[
     minutes, clients, pause = args.minutes, args.clients, args.pause
     headers = {"Authorization": f"Bearer {KEY}"}
     limits = httpx.Limits(max_connections=clients * 2)
-    samples: list[tuple[float, float]] = []
+    samples: list[tuple[float, list[float]]] = []
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=120, limits=limits) as client:
         (model,) = (await client.get("/v1/models")).json()["data"]
         everyone = Soak(client, random.Random(args.seed), model["max_model_len"])
@@ -236,21 +237,22 @@ async def soak(url: str, pid: int, pool: int, args: argparse.Namespace) -> dict[
             await asyncio.sleep(0.1)
         ready = (await client.get("/ready")).status_code
     warm = [sample for sample in samples if sample[0] >= minutes * 60 / 5]
-    slope = slope_mb_per_minute(warm)
+    slopes = slopes_mb_per_minute(warm)
     ledger = {name: everyone.ends[name] for name in ("ok", "refused", "aborted", "error")}
     good = (
         everyone.sent == sum(ledger.values())
         and not ledger["error"]
         and under_way == 0
         and ready == 200
-        and slope < MAX_SLOPE
+        and sum(slopes) < MAX_SLOPE
     )
     return {
         "good": good, "minutes": minutes, "model": model["id"], "clients": clients, "received": everyone.sent,
         **ledger, "surprises": dict(everyone.surprises), "kinds": dict(everyone.kinds),
         "tokens": everyone.tokens, "under_way_afterwards": under_way, "ready": ready,
-        "rss_mb_first": round(warm[0][1], 1), "rss_mb_last": round(warm[-1][1], 1),
-        "rss_mb_per_minute": round(slope, 3), "samples": len(warm), "python": platform.python_version(),
+        "rss_mb_first": warm[0][1], "rss_mb_last": warm[-1][1], "rss_mb_per_minute": round(sum(slopes), 3),
+        "rss_mb_per_minute_each": [round(slope, 3) for slope in slopes], "samples": len(warm),
+        "python": platform.python_version(),
     }  # fmt: skip
 
 

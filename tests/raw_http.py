@@ -12,11 +12,13 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from fastapi import FastAPI
 
 from octavo.config.server import ServerConfig
+from octavo.server.app import create_app
 from octavo.server.serving import _Server
 
 
@@ -35,6 +37,13 @@ class Answer:
         assert set(error) == {"message", "type", "param", "code"}
         assert error["message"]
         return error
+
+
+def app_without_engine(config: ServerConfig | None = None) -> FastAPI:
+    """The application as far as it gets without a model."""
+    app = create_app(None, config)  # type: ignore[arg-type]
+    app.state.engine = SimpleNamespace(requests=SimpleNamespace(settle=lambda *_: None))
+    return app
 
 
 @asynccontextmanager

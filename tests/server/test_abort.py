@@ -257,7 +257,8 @@ def test_who_does_not_read_costs_no_memory_and_is_dropped(
     monkeypatch.setattr(connection, "STALL_SECONDS", 1.5)
 
     async def scenario(server: Watched) -> None:
-        monkeypatch.setattr(server.app.state.engine, "token_bytes", lambda _: b"x" * 300)  # events are large
+        tokenizer = server.app.state.engine.inputs.tokenizer
+        monkeypatch.setattr(tokenizer, "token_bytes", lambda _: b"x" * 300)  # events are large
         fields = {"stream": True, "logprobs": True, "top_logprobs": 20, **ENDLESS_ANSWER}
         clients = []
         for _ in range(4):

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from octavo.config.server import ServerConfig
 from octavo.errors import ConfigError
 from octavo.server import auth
-from octavo.server.app import create_app
 from octavo.server.auth import PUBLIC, Keys, load_keys
 from octavo.server.hosts import Hosts, host_name, is_loopback
-from raw_http import Answer, exchange, head, listening
+from raw_http import Answer, app_without_engine, exchange, head, listening
 
 KEYS = ("sk-first", "sk-second")
 RIGHT = {"Authorization": "Bearer sk-second"}
@@ -37,7 +36,7 @@ def ask(config: ServerConfig, *requests: bytes) -> list[Answer]:
     """Answers of an app that has no engine."""
 
     async def main() -> list[Answer]:
-        async with listening(create_app(None, config)) as port:
+        async with listening(app_without_engine(config)) as port:
             return [await exchange(port, request) for request in requests]
 
     return asyncio.run(main())
@@ -65,7 +64,7 @@ def routes(app: FastAPI) -> list[tuple[str, str]]:
 
 def test_bug_S1_every_route_but_the_public_ones_wants_a_key() -> None:
     config = ServerConfig(api_key=KEYS)
-    every = routes(create_app(None, config))
+    every = routes(app_without_engine(config))
     methods = ["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "QUERY"]
     asked = [(path, method) for path, method in every if path not in PUBLIC]
     asked += [(path, method) for path in ("/v1/chat/completions", "/metrics") for method in methods]

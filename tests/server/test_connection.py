@@ -12,8 +12,7 @@ from fastapi.responses import StreamingResponse
 from octavo.config.server import ServerConfig
 from octavo.errors import ConfigError
 from octavo.server import connection, limits, serving
-from octavo.server.app import create_app
-from raw_http import exchange, head, listening, read_answer
+from raw_http import app_without_engine, exchange, head, listening, read_answer
 
 Scenario = Callable[[int], Awaitable[None]]
 JSON = {"Content_Type": "application/json"}
@@ -34,7 +33,7 @@ def run(scenario: Scenario, config: ServerConfig | None = None, app: FastAPI | N
 
 def make_app(config: ServerConfig | None = None) -> FastAPI:
     """With a route that reads its body, and one that streams without end."""
-    app = create_app(None, config)
+    app = app_without_engine(config)
     app.state.streamed = 0
     app.state.left = 0
 

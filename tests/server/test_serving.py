@@ -59,20 +59,20 @@ def stuck_client(server: Server) -> Iterator[None]:
 
 
 def test_a_signal_lets_answers_end_and_then_ends_them(tiny_path: Path) -> None:
-    with serve(tiny_path, "--drain-seconds", "3") as server, stuck_client(server):
-        short, long = Reader(server.url, max_tokens=500), Reader(server.url, max_tokens=None)
+    with serve(tiny_path, "--drain-seconds", "1") as server, stuck_client(server):
+        short, long = Reader(server.url, max_tokens=100), Reader(server.url, max_tokens=None)
         short.began.wait(10)
         long.began.wait(10)
         started = time.monotonic()
         assert server.stop(signal.SIGTERM, seconds=20) == 0
-        assert time.monotonic() - started > 3
+        assert time.monotonic() - started > 1
         short.join(5)
         long.join(5)
         assert '"finish_reason":"length"' in short.events[-2]
         assert '"code":"engine_dead"' in long.events[-2]
         assert short.events[-1] == long.events[-1] == "data: [DONE]"
         assert server.messages()[2:] == [
-            "Stopping; open answers have 3 s to end (Ctrl-C again stops at once)"
+            "Stopping; open answers have 1 s to end (Ctrl-C again stops at once)"
         ]
 
 
@@ -126,7 +126,8 @@ def test_a_server_for_everyone_says_so(tiny_path: Path, tmp_path: Path) -> None:
         assert line.startswith("Warning whoever can reach 0.0.0.0 can use this server: it has no --api-key")
     keys = tmp_path / "keys"
     keys.write_text("sk-1\n")
-    with serve(tiny_path, "--host", "0.0.0.0", "--api-key-file", str(keys)) as server:
+    flags = ("--host", "0.0.0.0", "--api-key-file", str(keys), "--api-workers", "2")
+    with serve(tiny_path, *flags) as server:
         assert "Warning" not in server.stderr()
         url = server.url.replace("0.0.0.0", "127.0.0.1") + "/v1/models"
         assert httpx.get(url).status_code == 401

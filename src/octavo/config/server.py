@@ -27,7 +27,7 @@ class ServerConfig:
         0, "Requests taken beyond max_num_seqs; more are refused with 429. 0: 4 times max_num_seqs."
     )
     max_connections: int = setting(
-        0, "Most connections open at once; 0: as many as open files allow, at most 4096."
+        0, "Most connections that a front end has open; 0: as many as open files allow, at most 4096."
     )
     drain_seconds: float = setting(20.0, "How long open answers have to end once the server is told to stop.")
     api_key: tuple[str, ...] = _secret("Keys, one of which each request must bring; repeat, or use commas.")
