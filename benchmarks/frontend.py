@@ -1,22 +1,22 @@
 """What the front end of a server costs: processor time for each streamed token, without the model's.
 
-Starts the server in a process of its own, with the default model's tokenizer and template and a core that
-computes nothing: in every step each open request gets the next token of a text. So what is measured is HTTP,
-output processing and their event loop, in its thread; the core's thread is reported beside it. The load comes
-from this process, as `octavo bench serve` makes it.
+Starts the server in a process of its own, with the default model's tokenizer and template, and behind it, in
+another, a core that computes nothing: in every step each open request gets the next token of a text. So what
+is measured is HTTP, output processing and their event loop, and, apart, the threads that talk to the core.
+A request's own cost, with one token, is measured too. The load comes from this process, as `octavo bench
+serve` makes it.
 
 --interval-ms is the time of a step. 0 sends as fast as the front end goes, which is cheaper for each token:
 what several steps brought is then handled together.
 
---profile adds a second run under cProfile, which slows small functions most, and prints where time went. The
-last line of standard output is JSON.
+--profile adds a run under cProfile, which slows small functions most, and prints where processor time went.
+The last line of standard output is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
-import dataclasses
 import json
 import platform
 import pstats
@@ -24,7 +24,9 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -37,9 +39,16 @@ from octavo.bench.load_generator import CHAT, ENDPOINTS, Load
 from octavo.bench.reports import Summary, summarize
 from octavo.config.resolve import resolve
 from octavo.config.server import ServerConfig
+from octavo.engine import core_process
+from octavo.engine.build import build_engine
+from octavo.engine.core_client import Deliver, OnDeath
+from octavo.engine.process_client import Listener, ProcessClient
+from octavo.engine.pulse import Pulse
 from octavo.messages import EngineOutput, EngineRequest
 from octavo.platforms import cpu
 from octavo.request import FinishReason
+from octavo.server.app import create_app
+from octavo.server.serving import run
 
 MODEL = "smollm2-135m-instruct"
 TEXT = (
@@ -67,8 +76,9 @@ class ScriptedCore:
         assert request.params.max_tokens is not None
         self._requests[request.request_id] = [0, request.params.max_tokens]
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> EngineOutput | None:
         self._requests.pop(request_id, None)
+        return None
 
     def step(self) -> list[EngineOutput]:
         now = time.perf_counter()
@@ -88,20 +98,43 @@ class ScriptedCore:
                 del self._requests[request_id]
         return outputs
 
+
+class RemoteCore:
+    """Stands where an EngineProcess stands; its core is scripted, and in another process too."""
+
+    def __init__(self, interval: float) -> None:
+        engine = build_engine(resolve({"model": MODEL, "kv_cache_gib": 0.25, "max_num_seqs": 1}).config)
+        engine.core.close()
+        self.info, self.inputs, self.outputs = engine.info, engine.inputs, engine.outputs
+        self.trouble: str | None = None
+        ids = json.dumps(self.inputs.tokenizer.encode(TEXT))
+        command = [sys.executable, __file__, "--core", ids, "--interval-ms", str(1e3 * interval)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def connect(self, deliver: Deliver, on_death: OnDeath) -> ProcessClient:
+        return ProcessClient(self, deliver, on_death)
+
+    def listen(self, listener: Listener) -> None:
+        assert self._process.stdout is not None
+        listener.engine_ready(self._process.stdout.readline().strip())
+
     def close(self) -> None:
-        pass
+        self._process.kill()
+        self._process.communicate()
+
+
+def run_core(token_ids: list[int], interval: float) -> None:
+    """In a process of its own: the scripted core, reached as a real one is."""
+    with tempfile.TemporaryDirectory(prefix="octavo-") as directory:
+        fronts = core_process.FrontEnds(Path(directory))
+        print(fronts.address, flush=True)
+        core: Any = ScriptedCore(token_ids, interval)
+        core_process.serve(core, fronts, Pulse.create(Path(directory) / "pulse"))
 
 
 def serve(port: int, interval: float) -> None:
-    """In a process of its own: the server, and two routes that tell its processor time."""
-    from octavo.engine.build import build_engine
-    from octavo.server.app import create_app
-    from octavo.server.serving import run
-
-    engine = build_engine(resolve({"model": MODEL, "kv_cache_gib": 0.25, "max_num_seqs": 1}).config)
-    core = ScriptedCore(engine.inputs.tokenizer.encode(TEXT), interval)
-    config = ServerConfig(max_waiting=100_000)
-    app = create_app(dataclasses.replace(engine, core=core), config)  # type: ignore[arg-type]
+    """In a process of its own: the server, and routes that tell its processor time."""
+    app = create_app(RemoteCore(interval))
     profile = cProfile.Profile(time.thread_time)  # waiting is no work
 
     @app.get("/measure/seconds")
@@ -118,7 +151,7 @@ def serve(port: int, interval: float) -> None:
         return top_functions(pstats.Stats(profile))
 
     listener = socket.create_server(("127.0.0.1", port))
-    run(app, listener, config, on_ready=lambda: print("ready", flush=True), on_drain=lambda _: None)
+    run(app, listener, ServerConfig(), on_ready=lambda: print("ready", flush=True), on_drain=lambda _: None)
 
 
 def top_functions(stats: pstats.Stats) -> list[dict[str, Any]]:
@@ -134,7 +167,7 @@ def name_of(path: str, line: int, name: str) -> str:
     return name if path == "~" else f"{path.split('site-packages/')[-1].split('/src/')[-1]}:{line} {name}"
 
 
-def put_load(url: str, args: argparse.Namespace) -> Summary:
+def put_load(url: str, args: argparse.Namespace, tokens: int = 0) -> Summary:
     load = Load(
         model=MODEL,
         endpoint=args.endpoint,
@@ -142,25 +175,34 @@ def put_load(url: str, args: argparse.Namespace) -> Summary:
         num_requests=args.streams * args.rounds,
         extra={"ignore_eos": True},
     )
-    lengths = Lengths(args.tokens, args.tokens)
+    lengths = Lengths(tokens or args.tokens, tokens or args.tokens)
     return summarize(
         load_generator.run(url, load, synthetic(prompt_words=Lengths(64, 64), max_tokens=lengths))
     )
 
 
+def seconds_used(url: str) -> dict[str, float]:
+    """Processor time of the server's event loop and of all its threads, so far."""
+    answer: dict[str, float] = httpx.get(f"{url}/measure/seconds").raise_for_status().json()
+    return answer
+
+
 def measure(url: str, args: argparse.Namespace) -> dict[str, float]:
-    """One run: microseconds for each token."""
-    before = httpx.get(f"{url}/measure/seconds").json()
+    """One run: microseconds for each token and for each request."""
+    before = seconds_used(url)
     summary = put_load(url, args)
-    after = httpx.get(f"{url}/measure/seconds").json()
-    assert summary.completed == summary.requests, summary.errors
-    tokens = summary.output_tokens
-    used = {key: 1e6 * (after[key] - before[key]) / tokens for key in before}
+    between = seconds_used(url)
+    short = put_load(url, args, tokens=1)
+    after = seconds_used(url)
+    for each in (summary, short):
+        assert each.completed == each.requests, each.errors
+    used = {key: 1e6 * (between[key] - before[key]) / summary.output_tokens for key in before}
     itl = summary.itl_ms
     assert itl is not None
     return {
         "front_end_us": used["loop"],
         "other_threads_us": used["process"] - used["loop"],
+        "request_us": 1e6 * (after["loop"] - between["loop"]) / short.requests,
         "client_us": summary.client_us_per_token,
         "tokens_per_s": summary.output_tokens_per_s,
         "itl_p50_ms": itl.p50,
@@ -200,7 +242,11 @@ def main() -> None:
     parser.add_argument("--endpoint", choices=sorted(ENDPOINTS), default=CHAT)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--serve", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    parser.add_argument("--core", type=json.loads, metavar="IDS", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.core:
+        run_core(args.core, args.interval_ms / 1e3)
+        return
     if args.serve:
         serve(args.serve, args.interval_ms / 1e3)
         return
@@ -208,10 +254,15 @@ def main() -> None:
         port = free.getsockname()[1]
     command = [sys.executable, __file__, "--serve", str(port), "--interval-ms", str(args.interval_ms)]
     out = Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    with (
+        tempfile.TemporaryFile("w+") as log,  # it has a line for each request
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as server,
+    ):
         try:
             assert server.stdout is not None
-            assert server.stdout.readline() == "ready\n"
+            if server.stdout.readline() != "ready\n":
+                log.seek(0)
+                sys.exit(f"the server did not start:\n{log.read()}")
             url = f"http://127.0.0.1:{port}"
             put_load(url, args)  # warms up
             runs = [measure(url, args) for _ in range(args.repeats)]

@@ -151,6 +151,10 @@ for that. Nothing is sampled beforehand: every value is computed when asked for,
 Beside these, `process_*` of Prometheus' own client: resident memory, CPU time, open files of the server's
 process; and `octavo_engine_process_*` of the engine's, where it has one of its own.
 
+With `--api-workers` any of them answers for all: requests, times and pauses are sums, those of the others up
+to half a second old, and a worker that died keeps its counts. `process_*` is of the one that answered.
+Counters of the engine begin at 0 when it is restarted; those of requests go on.
+
 ## What adds up
 
 - `octavo_requests_received_total` = `octavo_requests_open` + all `octavo_requests_total` + all

@@ -128,7 +128,7 @@ def serve_here(model: Path, **settings: object) -> Iterator[TestClient]:
     """The application in this process. Bugs raise here. At the end, every block is free again."""
     settings = {"model": str(model), "threads": 1, "max_model_len": 1024, **settings}
     app = create_app(build_engine(resolve(settings).config))
-    with TestClient(app, base_url="http://localhost") as client:
+    with TestClient(app, base_url="http://127.0.0.1") as client:
         yield client
         engine = client.app.state.engine  # type: ignore[attr-defined]
         assert engine.num_streams == 0

@@ -151,7 +151,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["generate", "--file", "/nowhere/prompts.txt"], "can't read prompts from /nowhere/prompts.txt"),
     (["generate"], "nothing to complete"),
     (["generate", ""], "nothing to complete"),
-    (["chat", "--max-tokens", "0"], "max_tokens is 0"),
+    (["chat", "--max-tokens", "-1"], "max_tokens is -1"),
     (["serve", "--port", "99999"], "--port is 99999; ports are 0..65535"),
     (["serve", "--port", "-1"], "--port is -1"),
     (["serve", "--port", "http"], "--port"),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fakes import ScriptedExecutor
 from octavo.engine.core import EngineCore
+from octavo.engine.core_client import InProcessClient, ThreadClient
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.messages import EngineOutput, EngineRequest, ModelRunnerOutput, SchedulerOutput
 from octavo.observability.stats import EngineStats, RequestTimes
@@ -140,6 +141,16 @@ def test_a_fresh_core_and_an_idle_one() -> None:
     assert not any(idle.sizes.values())
     assert idle.ends == {"stop": 0, "length": 2, "abort": 0, "error": 0}
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(idle), type=EngineStats) == idle
+
+
+def test_clients_in_this_process_hand_on_what_the_core_says() -> None:
+    core, _ = make_core()
+    add(core, "a", [1, 2, 3])
+    threaded = ThreadClient(core, lambda _: None, lambda _: None)
+    while threaded.stats().ends["length"] == 0:
+        time.sleep(0.01)
+    threaded.close()
+    assert threaded.stats() == InProcessClient(core).stats() == core.stats()
 
 
 @pytest.mark.parametrize("resumed", [[], [5, 6, 7]])

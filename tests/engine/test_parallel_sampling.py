@@ -87,7 +87,9 @@ def test_leaving_ends_all_of_them(tiny_path: Path) -> None:
     async def scenario(engine: AsyncEngine) -> None:
         params = SamplingParams(max_tokens=400, ignore_eos=True)
         async with aclosing(engine.generate(PROMPT, params, n=6)) as outputs:
-            assert {(await anext(outputs)).index for _ in range(20)} == set(range(6))
+            seen = set[int]()
+            while len(seen) < 6:
+                seen.add((await anext(outputs)).index)
             assert engine.num_streams == 6
         assert engine.num_streams == 0
         engine.generate(PROMPT, params, n=6)  # never begun

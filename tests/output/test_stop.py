@@ -69,3 +69,20 @@ def test_the_first_stop_to_be_complete(stops: list[str], text: str, released: st
     assert "".join([*map(checker.push, text), checker.finish()]) == released
     assert checker.stopped == bool(stops)
     assert checker.push("more") == ("" if stops else "more")
+
+
+@given(text=texts, stops=stop_lists, armed=st.integers(0, 24), size=st.integers(1, 5))
+@example(text="aaaa", stops=["aa"], armed=3, size=1)
+@example(text="abab", stops=["abab", "ab"], armed=3, size=2)
+def test_stops_are_passed_over_until_armed(text: str, stops: list[str], armed: int, size: int) -> None:
+    """A stop that is complete before character `armed` is no stop; one that began before it may be."""
+    checker = StopChecker(stops)
+    pieces = [text[at : at + size] for at in range(0, armed - armed % size, size)]
+    given_out = "".join(checker.push(piece, armed=False) for piece in pieces)
+    at = min(len(text), armed - armed % size)
+    given_out += checker.push(text[at:]) + checker.finish()
+    ends = [end for end in range(at + 1, len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+    found = max((len(stop) for stop in stops if ends and text[: ends[0]].endswith(stop)), default=0)
+    assert checker.stopped == bool(ends)
+    expected = text[: ends[0] - found] if ends else text
+    assert given_out == expected

@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from serving import ENDLESS, serve_here
-from tiny_models import EOS_ID, NUM_TOKENS
+from tiny_models import EOS_ID, NUM_TOKENS, make_llama_directory, write_tokenizer
 
 CONTEXT = 1024
 COMPLETIONS = "/v1/completions"
@@ -154,6 +154,25 @@ def test_fields_beyond_openais(client: TestClient) -> None:
     assert shown["choices"][0]["text"] == "<|im_end|>" * 4
     stopped = ask(client, stop_token_ids=[5], logit_bias={"5": 100}, temperature=0)
     assert stopped["choices"][0]["finish_reason"] == "stop"
+
+
+def test_an_echo_has_no_bos_that_was_not_sent(tmp_path: Path) -> None:
+    directory = make_llama_directory(tmp_path).path
+    write_tokenizer(directory, bos_token="<|endoftext|>", add_bos_token=True)
+    fields: dict[str, Any] = {"echo": True, "logprobs": 0, "max_tokens": 1, "temperature": 0}
+    with serve_here(directory, max_model_len=128) as client:
+        for prompt in ("the <|im_start|>cat", "🥹"):
+            choice = ask(client, prompt=prompt, **fields)["choices"][0]
+            assert choice["text"].startswith(prompt)
+            tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+            assert (tokens[0], offsets[:2]) == ("<|endoftext|>", [0, 0])
+            assert offsets[-1] == len(prompt)
+            ids = client.post("/tokenize", json={"prompt": prompt}).json()["tokens"]
+            assert len(ids) == len(tokens) - 1
+            as_ids = ask(client, prompt=ids, skip_special_tokens=False, **fields)["choices"][0]
+            assert as_ids["text"] == "<|endoftext|>" + choice["text"]
+            bare = ask(client, prompt=prompt, add_special_tokens=False, **fields)["choices"][0]
+            assert bare["logprobs"]["tokens"][: len(ids) - 1] == tokens[1:-1]
 
 
 def test_salts_keep_tenants_apart(client: TestClient) -> None:

@@ -13,7 +13,6 @@ from contextlib import aclosing
 
 import msgspec
 
-from octavo.engine.inbox import MAX_PENDING
 from octavo.errors import InvalidRequestError
 from octavo.messages import EngineRequest
 from octavo.outputs import RequestOutput
@@ -62,8 +61,8 @@ async def merged(
 ) -> AsyncGenerator[RequestOutput]:
     """Outputs of several streams as they come. What is output `index` of stream i, each of which has
     `stride` of them, has the index i * stride + index. The first error ends all."""
-    # Bounded: what nobody takes stays where it is merged, in each stream's own inbox.
-    inbox: asyncio.Queue[RequestOutput | Exception | None] = asyncio.Queue(MAX_PENDING)
+    # Bounded, so that what a slow reader leaves waits in the streams, which fold it together.
+    inbox: asyncio.Queue[RequestOutput | Exception | None] = asyncio.Queue(maxsize=len(streams))
     tasks = [asyncio.create_task(_pump(i * stride, stream, inbox)) for i, stream in enumerate(streams)]
     try:
         open_streams = len(tasks)

@@ -6,6 +6,7 @@ Rule: buckets are fixed when a histogram is made, so that its counts can be adde
 from __future__ import annotations
 
 import bisect
+from typing import Self
 
 import msgspec
 
@@ -25,6 +26,12 @@ class HistogramCounts(msgspec.Struct, frozen=True):
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
     total: float
+
+    def __add__(self, other: Self) -> Self:
+        """What both measured, in the same buckets."""
+        assert self.bounds == other.bounds
+        counts = tuple(a + b for a, b in zip(self.counts, other.counts, strict=True))
+        return msgspec.structs.replace(self, counts=counts, total=self.total + other.total)
 
     @property
     def count(self) -> int:

@@ -5,6 +5,8 @@ Rule: these are messages. They hold nothing that lives in the engine, so they cr
 
 from __future__ import annotations
 
+from typing import Self
+
 import msgspec
 
 from octavo.observability.histogram import HistogramCounts
@@ -80,6 +82,20 @@ class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
     itl: HistogramCounts
     e2e: HistogramCounts
 
+    def __add__(self, other: Self) -> Self:
+        """Two front ends together."""
+        return msgspec.structs.replace(
+            self,
+            received=self.received + other.received,
+            open=self.open + other.open,
+            ends={reason: count + other.ends[reason] for reason, count in self.ends.items()},
+            refusals={reason: count + other.refusals[reason] for reason, count in self.refusals.items()},
+            queue=self.queue + other.queue,
+            ttft=self.ttft + other.ttft,
+            itl=self.itl + other.itl,
+            e2e=self.e2e + other.e2e,
+        )
+
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """An engine core at one moment.
@@ -87,8 +103,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     Gauges are read from queues and pools when asked for. steps, tokens, preemptions, ends: since it started.
     ends: requests that ended in the core, by FinishReason. seconds_since_step: since the last step ended;
     None before the first. step_running: how long the present step has been running; 0 between steps. pid: of
-    the process that steps. sizes: entries of internal containers; all but `requests`' share should be 0
-    when idle. gc_pauses: by generation, if the core has a process of its own.
+    the process that steps. sizes: entries of internal containers; all 0 when idle. gc_pauses: by generation,
+    if the core has a process of its own.
     """
 
     running: int

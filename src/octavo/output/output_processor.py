@@ -136,7 +136,7 @@ class _Stream:
         if self.stopped and output.error is None:
             reason = FinishReason.STOP
         new_ids = transcript.token_ids[before:]
-        if output.prompt_logprobs is not None:
+        if self._prompt_logprobs is None:  # of an engine that died and was replaced, the first's count
             self._prompt_logprobs = output.prompt_logprobs
         transcript.logprobs.extend((output.logprobs or [])[: len(new_ids)])
         return RequestOutput(

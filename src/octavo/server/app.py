@@ -42,7 +42,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.engine = AsyncEngine(engine)
-        app.state.metrics = Metrics(app.state.engine)
+        app.state.metrics = Metrics(app.state.engine, getattr(app.state, "peers", None))
         try:
             yield
         finally:

@@ -20,6 +20,7 @@ from octavo.errors import EngineDeadError
 from octavo.observability.prometheus import Exposition, Snapshot
 from octavo.observability.runtime import GCWatch, LoopWatch
 from octavo.observability.stats import EngineStats
+from octavo.server.peers import PERIOD_SECONDS, FrontStats, Peers
 from octavo.server.version import build_labels
 
 router = APIRouter()
@@ -33,17 +34,25 @@ async def metrics(request: Request) -> Response:
 
 
 class Metrics:
-    """What /metrics tells of one engine's server. Lives in the loop it is made in, until `close`."""
+    """What /metrics tells of one engine's server. Lives in the loop it is made in, until `close`.
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    peers: other front ends of the same engine, whose requests are counted with this one's.
+    """
+
+    def __init__(self, engine: AsyncEngine, peers: Peers | None = None) -> None:
         self._engine = engine
+        self._peers = peers
         self._build = build_labels(engine.info)
         self._exposition = Exposition(os.getpid())
         self._gc = GCWatch()
         self._loop = LoopWatch()
+        self._telling = asyncio.create_task(self._tell())
 
     def close(self) -> None:
         """Measure no more."""
+        self._telling.cancel()
+        if self._peers is not None:
+            self._peers.tell(self._front())
         self._gc.close()
         self._loop.close()
 
@@ -51,16 +60,31 @@ class Metrics:
         """A body and its content type."""
         # The server's numbers first, and without a pause in between: a request is open here for longer than
         # it is in the engine, so that none open means none there.
-        server, sizes = self._engine.requests.stats(), self._engine.sizes()
+        front = self._front()
+        if self._peers is not None:
+            front = self._peers.together(front)
         snapshot = Snapshot(
             build=self._build,
-            server=server,
+            server=front.server,
             engine=await self._ask_engine(),
-            gc_pauses=self._gc.snapshot(),
-            loop_lag=self._loop.snapshot(),
-            sizes=sizes,
+            gc_pauses=front.gc_pauses,
+            loop_lag=front.loop_lag,
+            sizes=front.sizes,
         )
         return self._exposition.render(snapshot, accept)
+
+    def _front(self) -> FrontStats:
+        return FrontStats(
+            server=self._engine.requests.stats(),
+            gc_pauses=self._gc.snapshot(),
+            loop_lag=self._loop.snapshot(),
+            sizes=self._engine.sizes(),
+        )
+
+    async def _tell(self) -> None:
+        while self._peers is not None:
+            self._peers.tell(self._front())
+            await asyncio.sleep(PERIOD_SECONDS)
 
     async def _ask_engine(self) -> EngineStats | None:
         try:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from octavo.engine.remote_engine import RemoteEngine
 from octavo.server.app import create_app
+from octavo.server.peers import Peers
 from octavo.server.serving import run
 from octavo.server.workers import read_settings
 
@@ -24,6 +25,7 @@ def main() -> None:
     engine = RemoteEngine.start(settings.config, Path(settings.state), settings.front)
     listener = socket.socket(fileno=settings.listener)
     app = create_app(engine, settings.server, settings.config, host=settings.host)
+    app.state.peers = Peers(Path(settings.state).parent, settings.front)
     run(app, listener, settings.server, on_ready=_say_ready, on_drain=lambda _: None)
 
 

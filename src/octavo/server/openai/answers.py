@@ -33,7 +33,12 @@ def check_model(engine: AsyncEngine, model: str | None) -> None:
 
 def new_head(engine: AsyncEngine, prefix: str) -> dict[str, Any]:
     """What every object of an answer begins with."""
-    return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": engine.info.name}
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "created": int(time.time()),
+        "model": engine.info.name,
+        "system_fingerprint": engine.info.fingerprint,
+    }
 
 
 class Usage:

@@ -30,8 +30,9 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     """Complete prompts, whole or as a stream of chunks."""
     engine: AsyncEngine = request.app.state.engine
     check_model(engine, body.model)
-    admit(request, body.n * len(body.prompts()))
-    prompts, outputs = _generate(engine, body)
+    asked = body.prompts()
+    admit(request, body.n * len(asked))
+    prompts, outputs = _generate(engine, asked, body)
     answer = _Answer(engine, prompts, body)
     if body.stream:
         return sse.EventStream(stream(outputs, (), answer.pieces, answer.usage_chunk))
@@ -59,11 +60,10 @@ class _Prompt:
 
 
 def _generate(
-    engine: AsyncEngine, body: CompletionRequest
+    engine: AsyncEngine, asked: list[str | list[int]], body: CompletionRequest
 ) -> tuple[list[_Prompt], AsyncGenerator[RequestOutput]]:
     """The prompts and, begun for all or for none, their outputs."""
     params = body.sampling_params()
-    asked = body.prompts()
     prompts, streams = [], []
     for index, item in enumerate(asked):
         try:

@@ -46,6 +46,11 @@ _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
 _TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 _TOKEN_IDS = {"type": "array", "items": _TOKEN_ID, "minItems": 1}
 _TEXT = {"type": "string", "minLength": 1}
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
 
 Temperature = Annotated[float, _within(minimum=0)]
 TopP = Annotated[float, _within(exclusiveMinimum=0, maximum=1)]
@@ -78,7 +83,7 @@ Message = Annotated[
             "type": "object",
             "properties": {
                 "role": {"enum": list(ROLES)},
-                "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+                "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]},
             },
             "required": ["role", "content"],
         }
