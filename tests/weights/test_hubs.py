@@ -256,9 +256,7 @@ class TestBothHubs:
         with pytest.raises(DownloadError, match=r"could not be stored under .*No space left"):
             get(f"{kind}:{REPO}")
 
-    def test_pickles_are_not_fetched(
-        self, kind: str, hub: HubServer, get: Callable[..., Path]
-    ) -> None:
+    def test_pickles_are_not_fetched(self, kind: str, hub: HubServer, get: Callable[..., Path]) -> None:
         files = {"config.json": b"{}", "pytorch_model.bin": b"pickle", "tokenizer.json": b"{}"}
         hub.add(REPO, files)
         with pytest.raises(UnsupportedModelError, match=r"pytorch_model\.bin only.*octavo convert"):
