@@ -182,6 +182,25 @@ def test_a_body_that_does_not_arrive(monkeypatch: pytest.MonkeyPatch, how: str) 
     run(scenario)
 
 
+def test_the_rest_of_a_body_that_was_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.3)
+
+    async def scenario(port: int) -> None:
+        request = head("/nowhere", "POST", Content_Length="200000")
+        reader, writer = await connect(port)
+        writer.write(request + b"x" * 200_000)  # it comes: the connection goes on
+        assert (await read_answer(reader)).status == 404
+        writer.write(request)
+        assert (await read_answer(reader)).status == 404
+        lost = asyncio.create_task(ended(reader))
+        while not lost.done():  # it comes a byte at a time: the connection ends
+            writer.write(b"x")
+            await asyncio.sleep(0.02)
+        writer.close()
+
+    run(scenario)
+
+
 def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_BODIES_NBYTES", 300_000)
 

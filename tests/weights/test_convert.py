@@ -160,7 +160,7 @@ def test_views_and_other_dtypes_are_written_as_they_are(tiny: TinyModel, tmp_pat
 
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
-def test_a_pickle_that_runs_code_is_refused_and_not_run(
+def test_bug_S5_a_pickle_that_runs_code_is_refused_and_not_run(
     tiny: TinyModel, tmp_path: Path, name: str, legacy: bool
 ) -> None:
     source = pickled(tiny, tmp_path / "pickled")
@@ -175,7 +175,7 @@ def test_a_pickle_that_runs_code_is_refused_and_not_run(
     assert (tmp_path / "proof").exists()
 
 
-def test_a_bare_pickle_is_refused_and_not_run(tiny: TinyModel, tmp_path: Path) -> None:
+def test_bug_S5_a_bare_pickle_is_refused_and_not_run(tiny: TinyModel, tmp_path: Path) -> None:
     source = pickled(tiny, tmp_path / "pickled")
     (source / "pytorch_model.bin").write_bytes(pickle.dumps(Creates(tmp_path / "proof")))
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin (is refused|can't be read)"):

@@ -202,7 +202,7 @@ def test_a_key_of_another_kind_is_refused_by_name(
         load_and_predict(path, "torch")
 
 
-def test_pickles_are_refused_with_a_way_out(directory_seeds: dict[str, Path], tmp_path: Path) -> None:
+def test_bug_S5_pickles_are_refused_with_a_way_out(directory_seeds: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "pickled"
     shutil.copytree(directory_seeds["bfloat16"], path)
     (path / "model.safetensors").rename(path / "pytorch_model.bin")

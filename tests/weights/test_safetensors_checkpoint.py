@@ -234,7 +234,7 @@ def assert_refused(path: Path, error: type[ModelLoadError], message: str) -> Non
         ModelRunner(path, resolve({"backend": "torch"}).config)
 
 
-def test_pickles_are_never_opened(copy: Callable[[str], Path]) -> None:
+def test_bug_S5_pickles_are_never_opened(copy: Callable[[str], Path]) -> None:
     path = copy("single")
     (path / SINGLE).unlink()
     assert_refused(path, CheckpointError, r"neither model\.safetensors nor model\.safetensors\.index\.json")

@@ -41,6 +41,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._one_too_many = False
         self._head_timer: asyncio.TimerHandle | None = None  # runs while a head is awaited
+        self._in_head = True
         self._head_nbytes = 0
         self._stall_timer: asyncio.TimerHandle | None = None
         self._unanswered: deque[RequestResponseCycle] = deque()  # the one being answered is the first
@@ -63,7 +64,7 @@ class Connection(HttpToolsProtocol):
             self._head_late()
             return
         super().data_received(data)
-        if self._head_timer is not None:
+        if self._in_head:
             self._head_nbytes += len(data)
             if self._head_nbytes > MAX_HEAD_NBYTES:
                 message = f"the request's head has more than {MAX_HEAD_NBYTES} bytes; send fewer"
@@ -93,12 +94,14 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A head begins."""
         super().on_message_begin()
+        self._in_head = True
         self._head_nbytes = 0
         if self._head_timer is None:
             self._await_head(HEAD_SECONDS)
 
     def on_headers_complete(self) -> None:
         """It has ended."""
+        self._in_head = False
         self._head_timer = _cancelled(self._head_timer)
         super().on_headers_complete()
         self._unanswered.append(self.cycle)
@@ -115,8 +118,10 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """An answer was written, if not yet read."""
-        self._unanswered.popleft()
+        cycle = self._unanswered.popleft()
         super().on_response_complete()
+        if cycle.more_body and self._head_timer is None:  # refused unread: the rest may never come
+            self._await_head(HEAD_SECONDS)
         if self.transport.is_closing() and self.transport.get_write_buffer_size():
             self._abort_later()
 

@@ -36,7 +36,7 @@ class _Head:
 
 
 class Gate:
-    """The outermost middleware."""
+    """Middleware in front of every route."""
 
     def __init__(self, app: ASGIApp, *, admission: Admission, keys: Keys, hosts: Hosts) -> None:
         self._app = app
