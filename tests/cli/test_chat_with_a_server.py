@@ -69,6 +69,19 @@ def test_ways_to_give_the_url(ending: str) -> None:
     assert {request.headers["authorization"] for request in server.requests} == {"Bearer from-environ"}
 
 
+def test_a_proxy_is_not_asked_for_a_server_on_this_machine() -> None:
+    proxy = "http://127.0.0.1:9"  # where nobody listens
+    environ = {"HTTP_PROXY": proxy, "http_proxy": proxy, "NO_PROXY": "", "no_proxy": ""}
+    with scripted_server(echo) as server:
+        for host in ("127.0.0.1", "localhost"):
+            url = server.url.replace("127.0.0.1", host)
+            result = octavo("chat", url, stdin="hi\n", **environ)
+            assert (result.code, result.out) == (0, "so: hi\n"), result.err
+    result = octavo("chat", "http://example.invalid", stdin="hi\n", **environ)
+    assert result.code == 1
+    assert "refused" in result.err  # by the proxy's machine: no name was looked up
+
+
 MISTAKES: list[tuple[list[str], str]] = [
     (["http://"], "'http://' is no URL of a server"),
     (["http://x:port"], "is no URL of a server"),

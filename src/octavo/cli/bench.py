@@ -226,7 +226,7 @@ def _load(load: LoadFlags, data: DataFlags, model: str) -> Load:
 
 
 def _served_model(url: str, key: str | None) -> str:
-    server = remote.RemoteServer(url, key)
+    server = remote.RemoteServer(url, key, direct=True)  # as the load goes
     try:
         return server.model()
     finally:

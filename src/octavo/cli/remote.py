@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from octavo.config import env
 from octavo.errors import ConfigError, RemoteServerError
+from octavo.server.hosts import is_loopback
 
 if TYPE_CHECKING:  # they take a while, and `--help` should not wait for them
     import httpx
@@ -48,16 +49,21 @@ def api_key(given: str | None) -> str | None:
 
 
 class RemoteServer:
-    """A connection to a server. `close` when done."""
+    """A connection to a server. `close` when done.
 
-    def __init__(self, url: str, key: str | None = None) -> None:
+    direct: without the proxies of the environment, which are never asked for a server on this machine.
+    """
+
+    def __init__(self, url: str, key: str | None = None, *, direct: bool = False) -> None:
         import httpx
 
         self.url = base_url(url)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         # An answer may begin late, behind a long prompt or a queue: no time limit but for the connection.
         timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
+        direct = direct or is_loopback(urlsplit(self.url).hostname or "")
+        no_proxy = {"http://": None, "https://": None} if direct else None
+        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, mounts=no_proxy)
 
     def model(self) -> str:
         """The name of the model that is served, or the first one of several."""
