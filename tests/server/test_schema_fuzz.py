@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from schemathesis import GenerationMode
 from starlette.testclient import TestClient
 
@@ -71,8 +71,6 @@ def fuzz(client: TestClient, route: str, mode: GenerationMode, count: int) -> Co
     operation = schemathesis.openapi.from_dict(app.openapi())[route]["POST"]
     statuses: Counter[int] = Counter()
 
-    @given(operation.as_strategy(generation_mode=mode))
-    @settings(max_examples=count, database=None, suppress_health_check=list(HealthCheck), derandomize=True)
     def send(case: Any) -> None:
         body = case.body
         if not isinstance(body, bytes):
@@ -90,11 +88,12 @@ def fuzz(client: TestClient, route: str, mode: GenerationMode, count: int) -> Co
             assert 'data: {"error"' not in response.text
         statuses[response.status_code] += 1
 
-    send()
-    while statuses.total() < count:  # hypothesis had no more that were new to it
-        seen = statuses.total()
-        settings(max_examples=count - seen)(send)()
-        assert statuses.total() > seen
+    strategy = operation.as_strategy(generation_mode=mode)
+    rounds = 0
+    while (missing := count - statuses.total()) > 0:  # hypothesis stops where it finds little that is new
+        draw = settings(max_examples=missing, database=None, suppress_health_check=list(HealthCheck))
+        seed(rounds)(draw(given(strategy)(send)))()
+        rounds += 1
     return statuses
 
 
