@@ -75,7 +75,7 @@ class _Answer:
     def pieces(self, output: RequestOutput) -> list[bytes]:
         """Chunks for what an output adds."""
         pieces = []
-        logprobs = self._chat_logprobs(output.new_logprobs)
+        logprobs = self._chat_logprobs(output.new_logprobs) if self._logprobs else None
         of_prompt = self._of_prompt(output) if self._prompt_logprobs_due else {}
         self._prompt_logprobs_due &= not of_prompt
         if output.delta or logprobs or of_prompt:
