@@ -9,6 +9,7 @@ CSRC   := $(wildcard csrc/cpu/*) $(wildcard csrc/cpu/kernels/*)
 
 PORT  ?= 8000
 MODEL ?= smollm2-135m-instruct
+JOBS  ?= 2
 ARGS  ?=
 
 .DEFAULT_GOAL := help
@@ -30,7 +31,8 @@ serve: $(STAMP)  ## Serve a model: make serve PORT=8123 MODEL=path ARGS=...
 	$(BIN)/octavo serve --port $(PORT) --model $(MODEL) $(ARGS)
 
 test: lint  ## Lint, types and tests
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not alone" -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -m "not slow and alone"
 
 test-slow: $(STAMP)  ## Soak and exhaustive tests
 	$(BIN)/python -m pytest -m slow

@@ -24,6 +24,8 @@ from octavo.server.app import create_app
 from scraping import Scrape, request_records, scrape
 from serving import ENDLESS
 
+pytestmark = pytest.mark.alone
+
 CHAT = "/v1/chat/completions"
 NUM_REQUESTS = 500
 NUM_CLIENTS = 16

@@ -363,12 +363,13 @@ class TestHuggingFace:
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setattr(huggingface, "_POLL_SECONDS", 0.001)
         hub.add(REPO, repository(os.urandom))
+        disabled = huggingface.are_progress_bars_disabled()  # other tests may have
         resolve_model(REPO, tmp_path, progress=True)
         printed = capfd.readouterr()
         assert printed.out == ""
         assert f"Fetching {REPO}" in printed.err
         assert "Reconstructing" not in printed.err
-        assert not huggingface.are_progress_bars_disabled()
+        assert huggingface.are_progress_bars_disabled() == disabled
 
 
 class TestModelScope:
