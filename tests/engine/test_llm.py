@@ -424,9 +424,14 @@ def test_a_cache_hit_changes_nothing(llm: LLM) -> None:
         assert essence(hit) == essence(miss)
 
 
-def test_preempted_is_not_preempted(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_bug_36_preempted_is_not_preempted(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float, prefix_caching: bool
+) -> None:
+    """Penalties and seeds are of the request's own tokens, however often these were computed."""
     prompts = [[i, *range(30)] for i in range(6)]
-    shared = {"temperature": 0.9, "max_tokens": 90, "ignore_eos": True, "logprobs": 1}
+    shared = {"temperature": temperature, "max_tokens": 90, "ignore_eos": True, "logprobs": 1}
     params = [SamplingParams(seed=i, frequency_penalty=0.1 * i, **shared) for i in range(6)]
     preempt, preempted = Scheduler._preempt, []
 
@@ -436,6 +441,7 @@ def test_preempted_is_not_preempted(tiny_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Scheduler, "_preempt", counted)
     settings = {"max_model_len": 256, "max_num_batched_tokens": 32, "max_num_seqs": 6}
+    settings["prefix_caching"] = prefix_caching
     with make_llm(tiny_path, **settings) as llm:
         plenty = llm.generate(prompts, params, progress=False)
         assert not preempted
@@ -445,3 +451,4 @@ def test_preempted_is_not_preempted(tiny_path: Path, monkeypatch: pytest.MonkeyP
         assert preempted
         assert_idle(llm)
     assert [essence(output) for output in short] == [essence(output) for output in plenty]
+    assert all(len(output.token_ids) == 90 for output in short)

@@ -262,7 +262,7 @@ def test_a_family_is_refused_before_its_config_is_read(copy: Callable[[str], Pat
     assert_refused(path, UnsupportedModelError, "architecture 'mamba' is not served")
 
 
-def test_the_index_is_an_allow_list(copy: Callable[[str], Path]) -> None:
+def test_bug_43_the_index_is_an_allow_list(copy: Callable[[str], Path]) -> None:
     path = copy("sharded")
     weight_map = json.loads((path / INDEX).read_text())["weight_map"]
     shard = weight_map[V]
