@@ -296,6 +296,7 @@ def test_a_loop_that_ends_without_close(
     tiny_path: Path, streaming: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     left: list[AsyncEngine] = []
+    caplog.set_level(logging.WARNING, logger="octavo.requests")  # a server of another test lets it say more
 
     async def scenario(engine: AsyncEngine) -> None:
         left.append(engine)

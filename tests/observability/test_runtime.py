@@ -65,4 +65,4 @@ def test_a_loop_that_is_held_up_is_late() -> None:
 
 
 def test_what_is_loaded_is_not_walked_again() -> None:
-    subprocess.run([sys.executable, "-c", SETTLE], check=True, timeout=60)
+    assert subprocess.run([sys.executable, "-c", SETTLE], check=True, timeout=60).returncode == 0

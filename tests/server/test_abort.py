@@ -65,7 +65,7 @@ class Watched:
             while not condition():
                 await asyncio.sleep(0.002)
 
-    async def until_idle(self, seconds: float = 20) -> None:
+    async def assert_idle_within(self, seconds: float = 20) -> None:
         """Wait for the end of all requests; then everything is back."""
         engine, scheduler = self.app.state.engine, self.core.scheduler
         await self.until(
@@ -96,11 +96,11 @@ def run(
         async with app.router.lifespan_context(app), listening(app, config) as port, asyncio.timeout(90):
             watched = Watched(app, port, step_seconds)
             await scenario(watched)
-            await watched.until_idle()
+            await watched.assert_idle_within()
             watched.step_seconds = 0.0
             answer = await exchange(port, post({"max_tokens": 3}))
             assert answer.status == 200
-            await watched.until_idle()
+            await watched.assert_idle_within()
 
     asyncio.run(main())
 
@@ -166,7 +166,7 @@ def test_bug_33_a_hundred_who_leave_at_any_moment(tiny_path: Path, stream: bool)
                 writer.close()
 
         await asyncio.gather(*(one() for _ in range(100)))
-        await server.until_idle(5)
+        await server.assert_idle_within(5)
 
     run(tiny_path, scenario, max_num_seqs=8, max_model_len=8192)
 
@@ -191,7 +191,7 @@ def test_bug_33_clients_who_only_stop_sending(tiny_path: Path) -> None:
             _, writer = await server.connect(post({"stream": stream, **ENDLESS_ANSWER}))
             await server.until(lambda: server.core.scheduler.num_running == 1)
             writer.write_eof()
-            await server.until_idle(5)
+            await server.assert_idle_within(5)
             writer.close()
 
     run(tiny_path, scenario, max_model_len=8192)
@@ -204,7 +204,7 @@ def test_bug_33_with_other_requests_behind_it_on_the_connection(tiny_path: Path,
         _, writer = await server.connect(request * 3)  # the second waits for the first to be answered
         await server.until(lambda: server.core.scheduler.num_running == 1)
         writer.transport.abort()
-        await server.until_idle(1)
+        await server.assert_idle_within(1)
 
     run(tiny_path, scenario, step_seconds=0.01, max_model_len=8192)
 
@@ -243,7 +243,7 @@ def test_bug_35_a_pool_of_one_and_a_half_sequences(tiny_path: Path, seed: int) -
             writer.close()
 
         await asyncio.gather(*(one(i) for i in range(256)))
-        await server.until_idle(5)
+        await server.assert_idle_within(5)
 
     gib = num_blocks * BLOCK_NBYTES / (1 << 30)
     run(tiny_path, scenario, max_num_seqs=16, max_model_len=context, kv_cache_gib=gib)
@@ -276,7 +276,7 @@ def test_who_does_not_read_costs_no_memory_and_is_dropped(
         reader, writer = await server.connect(post({"stream": True, "max_tokens": 20}))
         await read_to_done(reader)  # nobody else is held up
         writer.close()
-        await server.until_idle(5)
+        await server.assert_idle_within(5)
         for client in clients:
             client.close()
 

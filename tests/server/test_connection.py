@@ -229,6 +229,7 @@ def test_a_client_who_leaves_in_the_middle_of_its_body() -> None:
             writer.write(head("/read", "POST", **JSON, Content_Length="1000") + b"{")
             await asyncio.sleep(0.001)
             writer.transport.abort()
+        assert (await exchange(port, head("/nowhere"))).status == 404  # who comes after is served
 
     run(scenario)
 

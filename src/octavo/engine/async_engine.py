@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, Unpack
 
 from octavo.config.schema import EngineConfig
@@ -106,18 +107,10 @@ class AsyncEngine:
         n: how many completions; each output's `index` says of which it is. priority: smaller goes first;
         refused unless the engine's policy is priority. cache_salt: only requests of the same share KV blocks.
         """
-        with self.requests.admitting() as arrival:
-            self._check_serving()
-            self._check_priority(priority)
-            request = self._inputs.process(
-                prompt,
-                params,
-                request_id=next(self._ids),
-                arrival=arrival,
-                priority=priority,
-                cache_salt=cache_salt,
-            )
-            return in_parallel(request, n, self._take)
+        process = self._inputs.process
+        return self._begin(
+            partial(process, prompt, params, priority=priority, cache_salt=cache_salt), n, priority
+        )
 
     def chat(
         self,
@@ -133,19 +126,19 @@ class AsyncEngine:
 
         chat: arguments of the model's chat template; see `ChatTemplate.render`.
         """
+        process = self._inputs.process_chat
+        return self._begin(
+            partial(process, messages, params, priority=priority, cache_salt=cache_salt, **chat), n, priority
+        )
+
+    def _begin(
+        self, process: Callable[..., EngineRequest], n: int, priority: int
+    ) -> AsyncGenerator[RequestOutput]:
+        """The stream of n answers to the request that `process` makes, given its id and arrival."""
         with self.requests.admitting() as arrival:
             self._check_serving()
             self._check_priority(priority)
-            request = self._inputs.process_chat(
-                messages,
-                params,
-                request_id=next(self._ids),
-                arrival=arrival,
-                priority=priority,
-                cache_salt=cache_salt,
-                **chat,
-            )
-            return in_parallel(request, n, self._take)
+            return in_parallel(process(request_id=next(self._ids), arrival=arrival), n, self._take)
 
     async def close(self) -> None:
         """Stop the engine after the step it is in; open streams end with EngineDeadError."""

@@ -29,7 +29,7 @@ from octavo.engine import stats_socket, wire
 from octavo.engine.build import build_core
 from octavo.engine.core import EngineCore
 from octavo.engine.core_client import add_or_refuse
-from octavo.engine.pulse import Pulse
+from octavo.engine.pulse import PULSE_FILE, Pulse
 from octavo.messages import EngineOutput
 from octavo.observability.runtime import GCWatch, settle_garbage_collector
 
@@ -39,7 +39,6 @@ _IDLE_MS = 1000  # how long to wait for a message when there is nothing to step
 _PR_SET_PDEATHSIG = 1
 _EXIT_FAILED = 70  # EX_SOFTWARE
 _SOCKET = "engine"
-_PULSE = "pulse"
 
 
 class FrontEnds:
@@ -118,7 +117,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
-        pulse = Pulse(directory / _PULSE)
+        pulse = Pulse(directory / PULSE_FILE)
         pulse.start_beating()
         core, info = build_core(config)
         fronts = FrontEnds(directory)

@@ -20,6 +20,8 @@ _LAYOUT = struct.Struct("=Q")
 _BEAT, _STEP_BEGAN, _NUM_STEPS = 0, 8, 16
 _NBYTES = 24
 BEAT_SECONDS = 0.2
+#: Its name in an engine's directory.
+PULSE_FILE = "pulse"
 
 
 class Pulse:

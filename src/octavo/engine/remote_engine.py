@@ -20,7 +20,6 @@ from octavo.engine.text import Text
 from octavo.errors import EngineDeadError
 from octavo.input.input_processor import InputProcessor
 from octavo.output.output_processor import OutputProcessor
-from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.sources import resolve_model
 
 _POLL_SECONDS = 0.1
@@ -50,11 +49,7 @@ class RemoteEngine:
         """Read the model's tokenizer. The engine must be ready."""
         engine = cls(config, state_path, front)
         path = resolve_model(config.model, config.cache_path, progress=False, offline=config.offline)
-        checkpoint = open_checkpoint(path)
-        try:
-            text = Text.of(config, checkpoint)
-        finally:
-            checkpoint.close()
+        text = Text.read(config, path)
         sizes = engine.info.max_model_len, engine.info.vocab_size
         engine.inputs = text.inputs(max_model_len=sizes[0], vocab_size=sizes[1])
         engine.outputs = OutputProcessor(text.tokenizer)

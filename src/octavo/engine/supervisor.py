@@ -31,12 +31,11 @@ from octavo.engine.core_client import Client, Deliver, OnDeath
 from octavo.engine.engine_state import EngineState
 from octavo.engine.model_info import ModelInfo
 from octavo.engine.process_client import Listener, ProcessClient
-from octavo.engine.pulse import Pulse
+from octavo.engine.pulse import PULSE_FILE, Pulse
 from octavo.engine.text import Text
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.input.input_processor import InputProcessor
 from octavo.output.output_processor import OutputProcessor
-from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.sources import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -116,11 +115,7 @@ class EngineProcess:
         engine = cls(config)
         engine._thread.start()
         try:
-            checkpoint = open_checkpoint(path)  # while the engine loads
-            try:
-                text = Text.of(config, checkpoint)
-            finally:
-                checkpoint.close()
+            text = Text.read(config, path)  # while the engine loads
             engine._settled.wait()
             if engine._start_error is not None:
                 raise engine._start_error
@@ -223,7 +218,7 @@ class EngineProcess:
 
     def _spawn(self) -> _Child:
         directory = Path(tempfile.mkdtemp(prefix="octavo-", dir=_short_folder()))
-        pulse = Pulse.create(directory / "pulse")
+        pulse = Pulse.create(directory / PULSE_FILE)
         read, write = os.pipe()
         try:
             command = [sys.executable, "-m", "octavo.engine.core_process", str(directory), str(write)]
@@ -262,7 +257,7 @@ class EngineProcess:
 
     def _publish(self) -> None:
         child = self._child
-        pulse = None if child is None else str(child.directory / "pulse")
+        pulse = None if child is None else str(child.directory / PULSE_FILE)
         self._life += self._address is not None
         EngineState(self._life, self._address, pulse, self._trouble, self.info).write(self.state_path)
 

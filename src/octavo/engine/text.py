@@ -14,7 +14,7 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.input.chat_template import ChatTemplate, read_template
 from octavo.input.input_processor import InputProcessor
 from octavo.input.tokenizer import Tokenizer
-from octavo.weights.checkpoint import Checkpoint, naming
+from octavo.weights.checkpoint import Checkpoint, naming, open_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,15 @@ class Text:
         with naming(checkpoint.path):
             tokenizer = _tokenizer(config, checkpoint)
             return cls(checkpoint.path, tokenizer, _chat_template(config, tokenizer))
+
+    @classmethod
+    def read(cls, config: EngineConfig, path: Path) -> Self:
+        """Open a model for its text alone."""
+        checkpoint = open_checkpoint(path)
+        try:
+            return cls.of(config, checkpoint)
+        finally:
+            checkpoint.close()
 
     def inputs(self, *, max_model_len: int, vocab_size: int) -> InputProcessor:
         """What turns requests into the engine's, for a model of these sizes. CheckpointError if its
