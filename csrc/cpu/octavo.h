@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-#define OCTAVO_ABI_VERSION 3
+#define OCTAVO_ABI_VERSION 4
 #define OCTAVO_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus

@@ -14,7 +14,7 @@ from pathlib import Path
 from octavo.errors import ConfigError
 
 LIBRARY_NAME = "liboctavo_cpu.so"
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 _Pointer = ctypes.c_void_p
 _I32 = ctypes.c_int32
