@@ -173,6 +173,10 @@ bool check_program(const OctavoContext& context, OctavoStatus* status) {
       refuse(status, OCTAVO_BAD_PROGRAM, at, -1, "no op kind %d in this build", op.kind);
       return false;
     }
+    if (op.activation < 0 || op.activation >= OCTAVO_NUM_ACTIVATIONS) {
+      refuse(status, OCTAVO_BAD_PROGRAM, at, -1, "no activation %d in this build", op.activation);
+      return false;
+    }
     const size_t needed = scratch_needed(op, context.step.limits, context.team.size());
     if (static_cast<size_t>(op.scratch_nbytes) < needed) {
       refuse(status, OCTAVO_BAD_PROGRAM, at, -1, "%lld bytes of scratch memory, but %zu are needed",

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from octavo.errors import ProgramError
 from octavo.program.ir import (
+    ACTIVATIONS,
     KV,
     Add,
     AddRMSNorm,
@@ -35,8 +36,6 @@ from octavo.program.ir import (
 )
 from octavo.program.kv_groups import assign_groups
 from octavo.quantization.formats import GROUP, Format
-
-ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 
 
 class ProgramBuilder:

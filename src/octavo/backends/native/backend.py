@@ -15,11 +15,21 @@ import torch
 
 from octavo.backends.base import DeviceMemory, StepInputs, WeightRows
 from octavo.backends.native import library
-from octavo.backends.native.library import DTypeCode, FormatCode, Isa, OpCode, OpDesc, RowsCode
+from octavo.backends.native.library import (
+    ActivationCode,
+    DTypeCode,
+    FormatCode,
+    Isa,
+    OpCode,
+    OpDesc,
+    RowsCode,
+)
 from octavo.backends.native.table import NativeKernelTable
 from octavo.errors import BackendError, ConfigError
 from octavo.program.ir import (
+    ACTIVATIONS,
     KV,
+    Add,
     AddRMSNorm,
     Attention,
     Buf,
@@ -30,8 +40,10 @@ from octavo.program.ir import (
     GatherRows,
     Linear,
     Op,
+    QKNorm,
     RMSNorm,
     RotaryStoreKV,
+    ScaleLogits,
     Weight,
 )
 from octavo.program.planner import ALIGNMENT, PlannedOp, SealedProgram
@@ -40,6 +52,7 @@ from octavo.quantization.formats import Format
 
 _FORMATS = {format_: FormatCode[format_.name] for format_ in Format}
 _DTYPES = {DType.F32: DTypeCode.F32, DType.F16: DTypeCode.F16}
+_ACTIVATIONS = {name: ActivationCode[name.upper()] for name in ACTIVATIONS}
 _ROWS = {Dim.TOKENS: RowsCode.TOKENS, Dim.SEQS: RowsCode.SEQS, Dim.SAMPLED: RowsCode.SAMPLED}
 
 
@@ -187,12 +200,15 @@ class _OpWriter:
         self._by_type: dict[type[Op], Callable[[OpDesc, Any], None]] = {
             Embedding: self._embedding,
             RMSNorm: self._norm,
+            Add: self._add,
             AddRMSNorm: self._add_norm,
+            QKNorm: self._qk_norm,
             Linear: self._linear,
             RotaryStoreKV: self._rotary,
             Attention: self._attention,
             GatedActivation: self._gated,
             GatherRows: self._gather,
+            ScaleLogits: self._scale_logits,
         }
 
     def write(self, planned: PlannedOp) -> OpDesc:
@@ -221,13 +237,27 @@ class _OpWriter:
         desc.weight = self._weight(op.weight)
         desc.eps = op.eps
 
+    def _add(self, desc: OpDesc, op: Add) -> None:
+        desc.kind = OpCode.ADD
+        self._sum(desc, op)
+
     def _add_norm(self, desc: OpDesc, op: AddRMSNorm) -> None:
         desc.kind = OpCode.ADD_RMS_NORM
-        self._read(desc, op.x)
-        desc.residual = self._buf(op.residual)
+        self._sum(desc, op)
         desc.out_sum = self._buf(op.out_sum)
         desc.weight = self._weight(op.weight)
         desc.eps = op.eps
+
+    def _qk_norm(self, desc: OpDesc, op: QKNorm) -> None:
+        desc.kind = OpCode.QK_NORM
+        self._read(desc, op.qkv)
+        desc.weight = self._weight(op.q_weight)
+        desc.k_weight = self._weight(op.k_weight)
+        desc.eps = op.eps
+        desc.q_heads = op.q_heads
+        desc.kv_heads = op.kv_heads
+        desc.head_dim = op.head_dim
+        desc.norm_together = op.together
 
     def _linear(self, desc: OpDesc, op: Linear) -> None:
         desc.kind = OpCode.LINEAR
@@ -251,14 +281,28 @@ class _OpWriter:
         self._cache(desc, op.kv, op.q_heads)
         desc.window = op.kv.window or 0
         desc.scale = op.scale
+        desc.softcap = op.softcap or 0.0
+        desc.sinks = None if op.sinks is None else self._weight(op.sinks)
 
     def _gated(self, desc: OpDesc, op: GatedActivation) -> None:
-        desc.kind = OpCode.GATED_SILU
+        desc.kind = OpCode.GATED_ACTIVATION
+        desc.activation = _ACTIVATIONS[op.activation]
         self._read(desc, op.x)
 
     def _gather(self, desc: OpDesc, op: GatherRows) -> None:
         desc.kind = OpCode.GATHER_ROWS
         self._read(desc, op.x)
+
+    def _scale_logits(self, desc: OpDesc, op: ScaleLogits) -> None:
+        desc.kind = OpCode.SCALE_LOGITS
+        self._read(desc, op.x)
+        desc.scale = op.scale
+        desc.softcap = op.softcap or 0.0
+
+    def _sum(self, desc: OpDesc, op: Add | AddRMSNorm) -> None:
+        self._read(desc, op.x)
+        desc.residual = self._buf(op.residual)
+        desc.scale = 1.0 if op.x_scale is None else op.x_scale
 
     def _read(self, desc: OpDesc, x: Buf) -> None:
         desc.x = self._buf(x)

@@ -55,6 +55,14 @@ class RowsCode(enum.IntEnum):
     SAMPLED = 2
 
 
+class ActivationCode(enum.IntEnum):
+    """OctavoActivation."""
+
+    SILU = 0
+    GELU_TANH = 1
+    CLAMPED_SWIGLU = 2
+
+
 class OpCode(enum.IntEnum):
     """OctavoOpKind."""
 
@@ -64,8 +72,11 @@ class OpCode(enum.IntEnum):
     LINEAR = 3
     ROTARY_STORE_KV = 4
     ATTENTION = 5
-    GATED_SILU = 6
+    GATED_ACTIVATION = 6
     GATHER_ROWS = 7
+    ADD = 8
+    QK_NORM = 9
+    SCALE_LOGITS = 10
 
 
 class OpDesc(ctypes.Structure):
@@ -85,13 +96,18 @@ class OpDesc(ctypes.Structure):
         ("rotary_dim", _I32),
         ("kv_group", _I32),
         ("window", _I32),
+        ("activation", _I32),
+        ("norm_together", _I32),
         ("scale", _F32),
+        ("softcap", _F32),
         ("eps", _F32),
         ("activation_bits", _I32),
         ("scratch_nbytes", _I64),
         ("x", _Pointer),
         ("residual", _Pointer),
         ("weight", _Pointer),
+        ("k_weight", _Pointer),
+        ("sinks", _Pointer),
         ("bias", _Pointer),
         ("out", _Pointer),
         ("out_sum", _Pointer),

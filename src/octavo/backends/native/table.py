@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from octavo.program.ir import (
     KV,
+    Add,
     AddRMSNorm,
     Attention,
     Embedding,
@@ -15,8 +16,10 @@ from octavo.program.ir import (
     GatherRows,
     Linear,
     Op,
+    QKNorm,
     RMSNorm,
     RotaryStoreKV,
+    ScaleLogits,
     Weight,
 )
 from octavo.program.planner import ALIGNMENT, Kernel, Limits, Unserved
@@ -43,15 +46,12 @@ class NativeKernelTable:
             case Embedding():
                 _require_lanes("rows", op.out.width)
                 return Kernel(f"embedding_{op.weight.format}")
-            case AddRMSNorm() if op.x_scale is not None:
-                raise Unserved("no kernel that scales what is added")
-            case Attention() if op.softcap is not None:
-                raise Unserved("no kernel with a softcap")
-            case Attention() if op.sinks is not None:
-                raise Unserved("no kernel with attention sinks")
-            case RMSNorm() | AddRMSNorm():
+            case RMSNorm() | Add() | AddRMSNorm():
                 _require_lanes("rows", op.out.width)
                 return Kernel(op.kind)
+            case QKNorm():
+                _require_lanes("heads", op.head_dim)
+                return Kernel("qk_norm")
             case Linear():
                 rough = op.weight.format is Format.Q4M and op.activation_bits == 8
                 name = f"linear_{op.weight.format}{'_a8' if rough else ''}"
@@ -65,11 +65,9 @@ class NativeKernelTable:
                 return Kernel(f"attention_{op.kv.dtype}", self._attention_scratch(op.kv, op.q_heads))
             case GatedActivation():
                 _require_lanes("rows", op.out.width)
-                if op.activation != "silu":
-                    raise Unserved(f"no kernel for activation {op.activation!r}")
-                return Kernel("gated_silu")
-            case GatherRows():
-                return Kernel("gather_rows")
+                return Kernel(f"gated_{op.activation}")
+            case GatherRows() | ScaleLogits():
+                return Kernel(op.kind)
             case _:
                 raise Unserved("no kernel")
 
