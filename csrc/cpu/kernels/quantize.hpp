@@ -38,18 +38,21 @@ struct QuantizedRows {
   int num_rows;
   int width;
 
-  // Lay out rows in scratch memory; `*end` is what follows.
-  QuantizedRows(void* scratch, int num_rows, int width, char** end)
-      : num_rows(num_rows), width(width) {
-    const size_t per_group = align_up(static_cast<size_t>(num_rows) * groups() * sizeof(float));
+  // Lay out rows in scratch memory.
+  QuantizedRows(void* scratch, int num_rows, int width) : num_rows(num_rows), width(width) {
     char* at = static_cast<char*>(scratch);
     quants = reinterpret_cast<T*>(at);
     at += align_up(static_cast<size_t>(num_rows) * width * sizeof(T));
     scales = reinterpret_cast<float*>(at);
-    at += per_group;
+    at += per_group_nbytes();
     sums = reinterpret_cast<float*>(at);
-    *end = at + per_group;
   }
+
+  size_t per_group_nbytes() const {
+    return align_up(static_cast<size_t>(num_rows) * groups() * sizeof(float));
+  }
+  // What follows in scratch memory.
+  void* end() const { return reinterpret_cast<char*>(sums) + per_group_nbytes(); }
 
   int groups() const { return width / kGroup; }
   int num_tiles() const { return static_cast<int>(ceil_div(num_rows, kRowTile)); }
