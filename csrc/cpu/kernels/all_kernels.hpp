@@ -4,6 +4,7 @@
 #include "attention.hpp"
 #include "gates.hpp"
 #include "linear.hpp"
+#include "moe.hpp"
 #include "rotary.hpp"
 #include "rows.hpp"
 
@@ -12,6 +13,6 @@ namespace octavo::OCTAVO_ISA {
 // In the order of OctavoOpKind.
 #define OCTAVO_ALL_KERNELS \
   {embedding, rms_norm, add_rms_norm, linear, rotary_store_kv, attention, \
-   gated_activation, gather_rows, add, qk_norm, scale_logits}
+   gated_activation, gather_rows, add, qk_norm, scale_logits, moe}
 
 }  // namespace octavo::OCTAVO_ISA

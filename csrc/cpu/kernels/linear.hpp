@@ -25,10 +25,33 @@ struct Product {
   uint8_t* unpacked;  // a panel's bytes, one thread's; null to do without
 };
 
+// A product of this weight, whose rows and output are still to be named.
+OCTAVO_INLINE Product product_of(int format, int activation_bits, int width, const void* weight,
+                                 const float* bias) {
+  Product p{};
+  p.format = format;
+  p.activation_bits = activation_bits;
+  p.width = width;
+  p.weight = weight;
+  p.bias = bias;
+  return p;
+}
+
+// Bytes of 16 rows of a weight.
+OCTAVO_INLINE size_t panel_nbytes(int format, int width) {
+  switch (format) {
+    case OCTAVO_FORMAT_Q4M: return width / kGroup * sizeof(Q4mBlock);
+    case OCTAVO_FORMAT_Q8: return width / kGroup * sizeof(Q8Block);
+    case OCTAVO_FORMAT_F16:
+    case OCTAVO_FORMAT_BF16: return static_cast<size_t>(width) * kPanel * sizeof(Half);
+    default: return static_cast<size_t>(width) * kPanel * sizeof(float);
+  }
+}
+
 // -- preparing rows -----------------------------------------------------------------------------
 
-OCTAVO_INLINE bool wants_prepared_rows(const Product& p) {
-  return p.format == OCTAVO_FORMAT_Q4M || p.format == OCTAVO_FORMAT_Q8;
+OCTAVO_INLINE bool wants_prepared_rows(int format) {
+  return format == OCTAVO_FORMAT_Q4M || format == OCTAVO_FORMAT_Q8;
 }
 
 template <class Kind>
@@ -165,7 +188,7 @@ static void multiply(const Product& p, Range panels) {
 
 // The whole product, up to its last phase.
 static void run_product(const Product& p, Worker& worker) {
-  if (wants_prepared_rows(p)) {
+  if (wants_prepared_rows(p.format)) {
     for_each_row(num_tiles(p), worker, [&](int64_t tile) { prepare_tile(p, static_cast<int>(tile)); });
     end_phase(worker);
   }
@@ -175,13 +198,8 @@ static void run_product(const Product& p, Worker& worker) {
 }
 
 static void linear(const OctavoOp& op, const Step& step, Worker& worker) {
-  Product p{};
-  p.format = op.format;
-  p.activation_bits = op.activation_bits;
-  p.width = op.in_width;
+  Product p = product_of(op.format, op.activation_bits, op.in_width, op.weight, op.bias);
   p.columns = op.out_width;
-  p.weight = op.weight;
-  p.bias = op.bias;
   p.num_rows = rows_of(op, step);
   p.x = op.x;
   p.out = op.out;

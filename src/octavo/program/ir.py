@@ -447,10 +447,11 @@ class GatedActivation(Op):
 class MoE(Op):
     """out = sum over a token's experts e, best first, of share_e * down_e(act(gate_e x) * up_e x).
 
-    x, out [T, H] f32; router [E, H], gate_up [E 2 F, H], down [E H, F]; biases [E], [E 2 F], [E H], added
-    to what their matrix gives. Shares are the softmax of
-    router x over all experts; the top_k largest are taken, ties to the smaller id; normalize: divided by
-    their sum, added best first.
+    x, out [T, H] f32; router [E, H], gate_up [E 2 F, H], down [E H, F]; biases [E], [E 2 F], [E H]. Products
+    are Linear's, act(gate) * up GatedActivation's. With y = router x and m its largest element,
+    share_e = exp(y_e - m) / lanes8(exp(y - m)). The top_k largest are taken, best first, ties to the smaller
+    id; normalize: each is divided by their sum, which is added best first. What a share multiplies rounds,
+    then it is added to the sum so far.
     """
 
     x: Buf
@@ -461,6 +462,7 @@ class MoE(Op):
     top_k: int
     normalize: bool
     activation: str
+    activation_bits: int | None = None
     router_bias: Weight | None = None
     gate_up_bias: Weight | None = None
     down_bias: Weight | None = None

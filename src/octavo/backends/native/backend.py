@@ -18,6 +18,7 @@ from octavo.backends.native import library
 from octavo.backends.native.library import (
     ActivationCode,
     DTypeCode,
+    ExpertsDesc,
     FormatCode,
     Isa,
     OpCode,
@@ -39,6 +40,7 @@ from octavo.program.ir import (
     GatedActivation,
     GatherRows,
     Linear,
+    MoE,
     Op,
     QKNorm,
     RMSNorm,
@@ -137,7 +139,7 @@ class NativeBackend:
         self._library.octavo_bind(
             context, ops, len(ops), ctypes.byref(arrays), ctypes.byref(limits), ctypes.byref(self._status)
         )
-        self._bound = _Bound(sealed, memory, inputs)
+        self._bound = _Bound(sealed, memory, inputs, writer.experts)
         self._check_status()
 
     def run(self, num_tokens: int, num_seqs: int, num_sampled: int) -> torch.Tensor:
@@ -178,14 +180,20 @@ class NativeBackend:
 class _Bound:
     """What a bound program needs kept alive, and its logits at the limits."""
 
-    def __init__(self, sealed: SealedProgram, memory: DeviceMemory, inputs: StepInputs) -> None:
+    def __init__(
+        self,
+        sealed: SealedProgram,
+        memory: DeviceMemory,
+        inputs: StepInputs,
+        experts: list[ExpertsDesc],
+    ) -> None:
         program, limits = sealed.program, sealed.limits
         begin = sealed.offset(program.logits)
         nbytes = limits.of(program.logits.rows) * program.vocab_size * 4
         flat = memory.arena[begin : begin + nbytes].view(torch.float32)
         self.logits = flat.view(-1, program.vocab_size)
         self.kinds = [op.kind for op in program.ops]
-        self._keep = (memory, inputs)
+        self._keep = (memory, inputs, experts)
 
 
 class _OpWriter:
@@ -197,6 +205,7 @@ class _OpWriter:
         self._arena = _address(memory.arena)
         self._kv = _address(memory.kv)
         self._storage_nbytes = memory.kv[0].numel()
+        self.experts: list[ExpertsDesc] = []  # the descriptors point at them
         self._by_type: dict[type[Op], Callable[[OpDesc, Any], None]] = {
             Embedding: self._embedding,
             RMSNorm: self._norm,
@@ -207,6 +216,7 @@ class _OpWriter:
             RotaryStoreKV: self._rotary,
             Attention: self._attention,
             GatedActivation: self._gated,
+            MoE: self._moe,
             GatherRows: self._gather,
             ScaleLogits: self._scale_logits,
         }
@@ -265,7 +275,7 @@ class _OpWriter:
         self._read(desc, op.x)
         desc.format = _FORMATS[op.weight.format]
         desc.weight = self._weight(op.weight)
-        desc.bias = None if op.bias is None else self._weight(op.bias)
+        desc.bias = self._optional(op.bias)
 
     def _rotary(self, desc: OpDesc, op: RotaryStoreKV) -> None:
         desc.kind = OpCode.ROTARY_STORE_KV
@@ -282,12 +292,35 @@ class _OpWriter:
         desc.window = op.kv.window or 0
         desc.scale = op.scale
         desc.softcap = op.softcap or 0.0
-        desc.sinks = None if op.sinks is None else self._weight(op.sinks)
+        desc.sinks = self._optional(op.sinks)
 
     def _gated(self, desc: OpDesc, op: GatedActivation) -> None:
         desc.kind = OpCode.GATED_ACTIVATION
         desc.activation = _ACTIVATIONS[op.activation]
         self._read(desc, op.x)
+
+    def _moe(self, desc: OpDesc, op: MoE) -> None:
+        desc.kind = OpCode.MOE
+        desc.activation = _ACTIVATIONS[op.activation]
+        desc.activation_bits = op.activation_bits or 0
+        self._read(desc, op.x)
+        experts = ExpertsDesc(
+            num_experts=op.num_experts,
+            top_k=op.top_k,
+            normalize=op.normalize,
+            width=op.down.shape[1],
+            router_format=_FORMATS[op.router.format],
+            gate_up_format=_FORMATS[op.gate_up.format],
+            down_format=_FORMATS[op.down.format],
+            router=self._weight(op.router),
+            gate_up=self._weight(op.gate_up),
+            down=self._weight(op.down),
+            router_bias=self._optional(op.router_bias),
+            gate_up_bias=self._optional(op.gate_up_bias),
+            down_bias=self._optional(op.down_bias),
+        )
+        self.experts.append(experts)
+        desc.experts = ctypes.pointer(experts)
 
     def _gather(self, desc: OpDesc, op: GatherRows) -> None:
         desc.kind = OpCode.GATHER_ROWS
@@ -322,6 +355,9 @@ class _OpWriter:
 
     def _weight(self, weight: Weight) -> int:
         return self._weights + self._sealed.weight_offsets[weight.id]
+
+    def _optional(self, weight: Weight | None) -> int | None:
+        return None if weight is None else self._weight(weight)
 
 
 def _expect_rows(weight: Weight, found: int) -> None:

@@ -77,6 +77,28 @@ class OpCode(enum.IntEnum):
     ADD = 8
     QK_NORM = 9
     SCALE_LOGITS = 10
+    MOE = 11
+
+
+class ExpertsDesc(ctypes.Structure):
+    """OctavoExperts."""
+
+    _fields_ = [
+        ("num_experts", _I32),
+        ("top_k", _I32),
+        ("normalize", _I32),
+        ("width", _I32),
+        ("router_format", _I32),
+        ("gate_up_format", _I32),
+        ("down_format", _I32),
+        ("reserved", _I32),
+        ("router", _Pointer),
+        ("gate_up", _Pointer),
+        ("down", _Pointer),
+        ("router_bias", _Pointer),
+        ("gate_up_bias", _Pointer),
+        ("down_bias", _Pointer),
+    ]
 
 
 class OpDesc(ctypes.Structure):
@@ -113,6 +135,7 @@ class OpDesc(ctypes.Structure):
         ("out_sum", _Pointer),
         ("kv", _Pointer),
         ("scratch", _Pointer),
+        ("experts", ctypes.POINTER(ExpertsDesc)),
     ]
 
 
