@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
-from harness import UNIT, F32Array, Rig, Seq, assert_same_bits, fma, random_values, rowwise, stored
+from everywhere import VARIANTS, Emit, MakeRig, on_torch, run_everywhere
+from harness import UNIT, F32Array, Seq, assert_same_bits, fma, random_values, rowwise
 
 from octavo.backends.native import library
 from octavo.backends.native.backend import NativeBackend
-from octavo.backends.torch.backend import TorchBackend
 from octavo.program.builder import ProgramBuilder
 from octavo.program.ir import ACTIVATIONS, Buf
 from octavo.quantization.formats import Format
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="the native library is not built")
-
-MakeRig = Callable[..., Rig]
-Emit = Callable[[ProgramBuilder, Buf], Buf]
-VARIANTS = [("scalar", 1), ("scalar", 2), ("auto", 1), ("auto", 2)]
-
-
-def run_everywhere(make_rig: MakeRig, emit: Emit, x: F32Array, **rig_options: object) -> tuple[F32Array, Rig]:
-    """An op's output for the rows of x, after checking that every build and thread count agrees, and
-    each row alone with all together."""
-    build = rowwise(x.shape[1], len(x), emit)
-    outs, rigs = [], []
-    for isa, threads in VARIANTS:
-        rigs.append(make_rig(NativeBackend(threads, isa), build, weights={"x": stored(x)}, **rig_options))
-        outs.append(rigs[-1].rows(range(len(x))))
-        assert_same_bits(outs[-1], outs[0], f"{isa}, {threads} threads")
-    for row in range(len(x)):
-        assert_same_bits(rigs[-1].rows([row]), outs[0][row : row + 1], f"row {row} alone")
-    return outs[0], rigs[-1]
-
-
-def on_torch(make_rig: MakeRig, emit: Emit, x: F32Array) -> F32Array:
-    """The same program's output on the torch backend, which has the same contract."""
-    rig = make_rig(TorchBackend(num_threads=1), rowwise(x.shape[1], len(x), emit), weights={"x": stored(x)})
-    return rig.rows(range(len(x)))
 
 
 def contract_rms_norm(x: F32Array, w: F32Array, eps: float) -> F32Array:

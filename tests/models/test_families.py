@@ -20,7 +20,6 @@ from octavo.backends.torch.backend import TorchBackend
 from octavo.config.resolve import resolve
 from octavo.errors import ProgramError
 
-SERVED_NATIVELY = [family for family in FAMILIES if "experts" not in str(FAMILIES[family])]
 Save = Callable[[Any], Path]
 
 
@@ -74,7 +73,7 @@ def test_what_native_does_not_serve_falls_back_to_torch(save: Save, caplog: pyte
         ModelRunner(path, resolve({"backend": "native"}).config)
 
 
-@pytest.mark.parametrize("family", SERVED_NATIVELY)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_native_serves(family: str, save: Save) -> None:
     model = make_model(family)
     ids = np.random.default_rng(0).integers(0, VOCAB, (2, 40)).tolist()
