@@ -120,7 +120,7 @@ OCTAVO_INLINE void multiply_quantized(const Product& p, Range panels, Tile tile)
       });
 }
 
-OCTAVO_INLINE void multiply_q4m(const Product& p, Range panels) {
+static __attribute__((noinline)) void multiply_q4m(const Product& p, Range panels) {
   multiply_quantized<ForQ4m, Q4mBlock>(
       p, panels,
       [](auto r, const Q4mBlock* panel, int groups, TileRows<int16_t> rows, const PanelOut& to) {
@@ -128,7 +128,7 @@ OCTAVO_INLINE void multiply_q4m(const Product& p, Range panels) {
       });
 }
 
-OCTAVO_INLINE void multiply_q8(const Product& p, Range panels) {
+static __attribute__((noinline)) void multiply_q8(const Product& p, Range panels) {
   multiply_quantized<ForQ8, Q8Block>(
       p, panels,
       [](auto r, const Q8Block* panel, int groups, TileRows<int16_t> rows, const PanelOut& to) {
@@ -136,7 +136,7 @@ OCTAVO_INLINE void multiply_q8(const Product& p, Range panels) {
       });
 }
 
-OCTAVO_INLINE void multiply_q4m_rough(const Product& p, Range panels) {
+static __attribute__((noinline)) void multiply_q4m_rough(const Product& p, Range panels) {
   const QuantizedRows<RoughForQ4m> x = quantized_rows<RoughForQ4m>(p);
   const int groups = x.groups();
   const bool unpack = p.unpacked && p.num_rows > kUnpackRows;
@@ -161,7 +161,7 @@ OCTAVO_INLINE void multiply_q4m_rough(const Product& p, Range panels) {
 }
 
 template <class Plain>
-OCTAVO_INLINE void multiply_plain(const Product& p, Range panels) {
+static __attribute__((noinline)) void multiply_plain(const Product& p, Range panels) {
   const size_t width = p.width;
   const Plain* weight = static_cast<const Plain*>(p.weight);
   for_each_tile(
