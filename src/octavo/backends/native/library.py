@@ -28,6 +28,7 @@ class Isa(enum.IntEnum):
     AUTO = 0
     SCALAR = 1
     AVX2 = 2
+    AVX512 = 3
 
 
 class FormatCode(enum.IntEnum):
