@@ -1,6 +1,8 @@
 // linear: out = x W^T + bias. Threads claim panels of W; rows of x come in tiles of kRowTile.
 #pragma once
 
+#include "linear_q4.hpp"
+#include "linear_q8g16.hpp"
 #include "linear_tiles.hpp"
 
 namespace octavo::OCTAVO_ISA {
@@ -88,6 +90,30 @@ static void linear_q8(const OctavoOp& op, const Step& step, Worker& worker) {
       });
 }
 
+static void linear_q4(const OctavoOp& op, const Step& step, Worker& worker) {
+  linear_quantized<ForQ4, Q4Block>(
+      op, step, worker,
+      [](auto r, const Q4Block* panel, int groups, TileRows<int16_t> rows, const PanelOut& to) {
+        q4_tile<decltype(r)::value>(panel, groups, rows, to);
+      });
+}
+
+static void linear_q4_rough(const OctavoOp& op, const Step& step, Worker& worker) {
+  linear_quantized<RoughForQ4, Q4Block>(
+      op, step, worker,
+      [](auto r, const Q4Block* panel, int groups, TileRows<int8_t> rows, const PanelOut& to) {
+        q4_rough_tile<decltype(r)::value>(panel, groups, rows, to);
+      });
+}
+
+static void linear_q8g16(const OctavoOp& op, const Step& step, Worker& worker) {
+  linear_quantized<ForQ8, Q8g16Block>(
+      op, step, worker,
+      [](auto r, const Q8g16Block* panel, int groups, TileRows<int16_t> rows, const PanelOut& to) {
+        q8g16_tile<decltype(r)::value>(panel, groups, rows, to);
+      });
+}
+
 static void linear_q4m_rough(const OctavoOp& op, const Step& step, Worker& worker) {
   const int num_rows = rows_of(op, step);
   char* end;
@@ -135,10 +161,14 @@ OCTAVO_INLINE void linear_plain(const OctavoOp& op, const Step& step, Worker& wo
 
 static void linear(const OctavoOp& op, const Step& step, Worker& worker) {
   switch (op.format) {
+    case OCTAVO_FORMAT_Q4:
+      return op.activation_bits == 8 ? linear_q4_rough(op, step, worker)
+                                     : linear_q4(op, step, worker);
     case OCTAVO_FORMAT_Q4M:
       return op.activation_bits == 8 ? linear_q4m_rough(op, step, worker)
                                      : linear_q4m(op, step, worker);
     case OCTAVO_FORMAT_Q8: return linear_q8(op, step, worker);
+    case OCTAVO_FORMAT_Q8G16: return linear_q8g16(op, step, worker);
     case OCTAVO_FORMAT_F16: return linear_plain<Half>(op, step, worker);
     case OCTAVO_FORMAT_BF16: return linear_plain<Bf16>(op, step, worker);
     default: return linear_plain<float>(op, step, worker);

@@ -53,7 +53,7 @@ class NativeKernelTable:
                 _require_lanes("rows", op.out.width)
                 return Kernel(op.kind)
             case Linear():
-                rough = op.weight.format is Format.Q4M and op.activation_bits == 8
+                rough = op.weight.format.is_4_bit and op.activation_bits == 8
                 name = f"linear_{op.weight.format}{'_a8' if rough else ''}"
                 return Kernel(name, self._linear_scratch(op, limits, rough=rough))
             case RotaryStoreKV():
@@ -84,11 +84,12 @@ class NativeKernelTable:
         return rows * (width // GROUP) * weight.format.group_nbytes
 
     def _linear_scratch(self, op: Linear, limits: Limits, *, rough: bool) -> int:
-        """Quantised rows, their scales and sums; for int8 ones, a panel's unpacked nibbles per thread."""
+        """Quantised rows, their scales and sums; for int8 ones on q4m, a panel's nibbles per thread."""
         if not op.weight.format.quantized:
             return 0
         rows, width = limits.of(op.x.rows), op.x.width
-        element, unpacked = (1, PANEL * width) if rough else (2, 0)
+        element = 1 if rough else 2
+        unpacked = PANEL * width if rough and op.weight.format is Format.Q4M else 0
         per_group = _align(rows * (width // GROUP) * _F32)
         return _align(rows * width * element) + 2 * per_group + self._num_threads * unpacked
 
