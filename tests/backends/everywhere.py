@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from harness import F32Array, Rig, assert_same_bits, rowwise, stored
+from harness import NATIVE_VARIANTS, F32Array, Rig, assert_same_bits, rowwise, stored
 
 from octavo.backends.native.backend import NativeBackend
 from octavo.backends.torch.backend import TorchBackend
@@ -14,7 +14,6 @@ from octavo.program.ir import Buf
 
 MakeRig = Callable[..., Rig]
 Emit = Callable[[ProgramBuilder, Buf], Buf]
-VARIANTS = [("scalar", 1), ("scalar", 2), ("auto", 1), ("auto", 2)]
 
 
 def run_everywhere(make_rig: MakeRig, emit: Emit, x: F32Array, **options: Any) -> tuple[F32Array, Rig]:
@@ -23,7 +22,7 @@ def run_everywhere(make_rig: MakeRig, emit: Emit, x: F32Array, **options: Any) -
     build = rowwise(x.shape[1], len(x), emit)
     options["weights"] = {**options.get("weights", {}), "x": stored(x)}
     outs, rigs = [], []
-    for isa, threads in VARIANTS:
+    for isa, threads in NATIVE_VARIANTS:
         rigs.append(make_rig(NativeBackend(threads, isa), build, **options))
         outs.append(rigs[-1].rows(range(len(x))))
         assert_same_bits(outs[-1], outs[0], f"{isa}, {threads} threads")

@@ -21,7 +21,7 @@ from octavo.quantization.formats import Format
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="the native library is not built")
 
-KINDS = [*((format_, 16) for format_ in Format), (Format.Q4M, 8)]
+KINDS = [*((format_, 16) for format_ in Format), (Format.Q4M, 8), (Format.Q4, 8)]
 
 
 @dataclass(frozen=True)

@@ -149,11 +149,8 @@ static void group_pairs(const OctavoExperts& e, int num_pairs, const MoEScratch&
 // Where a group's prepared rows begin: those before it take what their slots need, padding included,
 // and a few lines to align its arrays.
 OCTAVO_INLINE char* prepared_at(const Product& p, const MoEScratch& s, int group, int first_slot) {
-  const bool rough = p.format == OCTAVO_FORMAT_Q4M && p.activation_bits == 8;
-  const size_t row = static_cast<size_t>(p.width) * (rough ? 1 : 2) +
-                     static_cast<size_t>(p.width / kGroup) * 2 * sizeof(float);
   const size_t rows = first_slot + static_cast<size_t>(group) * kMostPaddedRows;
-  return s.prepared + align_up(rows * row) + group * 4 * kAlignment;
+  return s.prepared + align_up(rows * prepared_row_nbytes(p)) + group * 4 * kAlignment;
 }
 
 // x and prepared rows of a group of slots.
@@ -166,7 +163,7 @@ OCTAVO_INLINE void take_slots(const MoEScratch& s, int group, const float* x, Pr
 
 // Only the weight's rows from 16 * panel on.
 OCTAVO_INLINE void skip_panels(int64_t panel, Product* p) {
-  p->weight = static_cast<const char*>(p->weight) + panel * panel_nbytes(p->format, p->width);
+  p->weight = static_cast<const char*>(p->weight) + panel * panel_nbytes(*p);
   if (p->bias) p->bias += panel * kPanel;
 }
 
@@ -300,11 +297,9 @@ static void moe_chunk(const OctavoOp& op, int first, int num_tokens, const MoESc
   for_each_panel(most_groups, e.width / kPanel, s, worker,
                  [&](int group, Range panels) { widen(op, s, group, panels); });
   end_phase(worker);
-  if (wants_prepared_rows(e.down_format)) {
-    for_each_slot_tile(num_pairs, s, worker, [&](SlotTile at) {
-      prepare_tile(down_product(op, s, at.group), at.tile);
-    });
-  }
+  for_each_slot_tile(num_pairs, s, worker, [&](SlotTile at) {
+    prepare_tile(down_product(op, s, at.group), at.tile);
+  });
   for_each_panel(most_groups, op.out_width / kPanel, s, worker, [&](int group, Range panels) {
     multiply(down_product(op, s, group), panels);
   });

@@ -172,7 +172,7 @@ class ProgramBuilder:
             if bias.shape != (weight.shape[0],):
                 raise ProgramError(f"bias {bias} {bias.shape} does not fit {weight} {weight.shape}")
         out = self._buf((x.rows, weight.shape[0]))
-        bits = self._activation_bits if weight.format is Format.Q4M else None
+        bits = self._activation_bits if weight.format.is_4_bit else None
         return self._emit(Linear(out=out, x=x, weight=weight, bias=bias, activation_bits=bits))
 
     def qk_norm(
@@ -274,11 +274,11 @@ class ProgramBuilder:
             if bias.shape != matrix.shape[:1]:
                 raise ProgramError(f"bias {bias} {bias.shape} does not fit {matrix} {matrix.shape}")
         of_router, of_gate_up, of_down = biases or (None, None, None)
-        quantized = any(weight.format is Format.Q4M for weight in (router, gate_up, down))
+        rough = any(weight.format.is_4_bit for weight in (router, gate_up, down))
         op = MoE(
             out=self._buf(x.shape), x=x, router=router, gate_up=gate_up, down=down, num_experts=experts,
             top_k=top_k, normalize=normalize, activation=activation,
-            activation_bits=self._activation_bits if quantized else None, router_bias=of_router,
+            activation_bits=self._activation_bits if rough else None, router_bias=of_router,
             gate_up_bias=of_gate_up, down_bias=of_down,
         )  # fmt: skip
         return self._emit(op)
