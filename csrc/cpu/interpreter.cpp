@@ -14,22 +14,23 @@ namespace octavo {
 
 namespace {
 
-bool cpu_has_avx2() {
 #if defined(OCTAVO_X86)
+bool cpu_has_avx2() {
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
          __builtin_cpu_supports("f16c");
-#else
-  return false;
-#endif
 }
+#endif
 
 const KernelSet* kernels_for(int32_t isa) {
 #if defined(OCTAVO_X86)
-  if (isa != OCTAVO_ISA_SCALAR && cpu_has_avx2()) return &avx2_kernels();
+  if ((isa == OCTAVO_ISA_AUTO || isa == OCTAVO_ISA_AVX2) && cpu_has_avx2()) return &avx2_kernels();
 #endif
-  if (isa == OCTAVO_ISA_AVX2) return nullptr;
-  return &scalar_kernels();
+#if defined(OCTAVO_ARM64)
+  if (isa == OCTAVO_ISA_AUTO || isa == OCTAVO_ISA_NEON) return &neon_kernels();
+#endif
+  const bool portable = isa == OCTAVO_ISA_AUTO || isa == OCTAVO_ISA_SCALAR;
+  return portable ? &scalar_kernels() : nullptr;
 }
 
 // Rounding to nearest and subnormals kept, on whichever thread: a caller that flushes subnormals to

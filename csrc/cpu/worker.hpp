@@ -64,5 +64,8 @@ const KernelSet& scalar_kernels();
 #if defined(OCTAVO_X86)
 const KernelSet& avx2_kernels();
 #endif
+#if defined(OCTAVO_ARM64)
+const KernelSet& neon_kernels();
+#endif
 
 }  // namespace octavo

@@ -39,6 +39,9 @@ OCTAVO_INLINE float to_float(Bf16 b) {
 #if defined(OCTAVO_KERNELS_AVX2)
 #define OCTAVO_UNROLL(n) OCTAVO_PRAGMA(GCC unroll n)
 #include "simd_avx2.hpp"
+#elif defined(OCTAVO_KERNELS_NEON)
+#define OCTAVO_UNROLL(n) OCTAVO_PRAGMA(GCC unroll n)
+#include "simd_neon.hpp"
 #else
 #define OCTAVO_UNROLL(n)
 #include "simd_scalar.hpp"

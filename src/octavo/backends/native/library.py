@@ -28,6 +28,7 @@ class Isa(enum.IntEnum):
     AUTO = 0
     SCALAR = 1
     AVX2 = 2
+    NEON = 4
 
 
 class FormatCode(enum.IntEnum):
