@@ -14,7 +14,14 @@
 extern "C" {
 #endif
 
-enum OctavoIsa { OCTAVO_ISA_AUTO, OCTAVO_ISA_SCALAR, OCTAVO_ISA_AVX2, OCTAVO_ISA_NEON = 4 };
+enum OctavoIsa {
+  OCTAVO_ISA_AUTO,
+  OCTAVO_ISA_SCALAR,
+  OCTAVO_ISA_AVX2,
+  OCTAVO_ISA_AVX512,
+  OCTAVO_ISA_NEON,
+  OCTAVO_ISA_NEON_DOT
+};
 
 /* How a weight lies in memory (layouts.hpp). */
 enum OctavoFormat {

@@ -24,16 +24,12 @@ static_assert(sizeof(GgufQ4_1) == 20 && sizeof(GgufQ8_0) == 34, "as in the file"
 
 void pack_group(const GgufQ4_1& from, Q4mBlock* to, int lane) {
   constexpr uint32_t kLowNibbles = 0x0f0f0f0f;
-  const int shift = lane < 8 ? 0 : 4;
-  for (int quad = 0; quad < kGroup / 4; ++quad) {
-    uint32_t both;
-    std::memcpy(&both, from.quants + 4 * (quad % 4), sizeof both);
-    const uint32_t quants = both >> (quad < 4 ? 0 : 4) & kLowNibbles;
-    uint8_t* at = to->quants[quad] + lane % 8 * 4;
-    uint32_t packed;
-    std::memcpy(&packed, at, sizeof packed);
-    packed = (packed & ~(kLowNibbles << shift)) | quants << shift;
-    std::memcpy(at, &packed, sizeof packed);
+  for (int row = 0; row < kGroup / 8; ++row) {
+    uint32_t pair[2];  // k = 8 row .. 8 row + 7, all in one half of the nibbles
+    std::memcpy(pair, from.quants + 8 * (row % 2), sizeof pair);
+    const int half = row < 2 ? 0 : 4;
+    const uint32_t packed = (pair[0] >> half & kLowNibbles) | (pair[1] >> half & kLowNibbles) << 4;
+    std::memcpy(to->quants[row] + lane * 4, &packed, sizeof packed);
   }
   to->scales[lane] = from.scale;
   to->mins[lane] = from.min;

@@ -63,9 +63,11 @@ struct KernelSet {
 const KernelSet& scalar_kernels();
 #if defined(OCTAVO_X86)
 const KernelSet& avx2_kernels();
+const KernelSet& avx512_kernels();
 #endif
 #if defined(OCTAVO_ARM64)
 const KernelSet& neon_kernels();
+const KernelSet& neon_dot_kernels();
 #endif
 
 }  // namespace octavo

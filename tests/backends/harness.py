@@ -18,6 +18,8 @@ import numpy.typing as npt
 import torch
 
 from octavo.backends.base import Backend, DeviceMemory, Int32Array, StepInputs
+from octavo.backends.native import library
+from octavo.backends.native.library import Isa
 from octavo.program.builder import ProgramBuilder
 from octavo.program.ir import BLOCK_SIZE, Buf, DType, Program, RopeTable
 from octavo.program.planner import Limits, SealedProgram, seal
@@ -38,6 +40,24 @@ _libm = ctypes.CDLL(ctypes.util.find_library("m") or "libm.so.6")
 _libm.fmaf.restype = ctypes.c_float
 _libm.fmaf.argtypes = [ctypes.c_float] * 3
 _fmaf = np.frompyfunc(_libm.fmaf, 3, 1)
+
+
+def _native_isas() -> list[str]:
+    """The builds of the native kernels that this CPU runs, the scalar one first."""
+    names: list[str] = []
+    for isa in Isa:
+        if isa is Isa.AUTO or not library.available():
+            continue
+        context = library.load().octavo_create(isa, 1)
+        if context:
+            names.append(isa.name.lower())
+            library.load().octavo_destroy(context)
+    return names
+
+
+NATIVE_ISAS = _native_isas()
+#: Builds of the kernels, each alone and with a second thread.
+NATIVE_VARIANTS = [(isa, threads) for isa in NATIVE_ISAS for threads in (1, 2)]
 
 
 def fma(a: F32Array, b: F32Array, c: F32Array) -> F32Array:

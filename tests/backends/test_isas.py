@@ -61,6 +61,6 @@ def test_here(here: list[str], isa: Isa) -> None:
     compare(here, isa, 10 * CASES, seed=2)
 
 
-@pytest.mark.parametrize("isa", [Isa.NEON])
+@pytest.mark.parametrize("isa", [Isa.NEON, Isa.NEON_DOT])
 def test_on_aarch64_and_its_bits_are_those_of_here(here: list[str], on_arm: list[str], isa: Isa) -> None:
     assert compare(on_arm, isa, CASES) == compare(here, Isa.SCALAR, CASES)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fences import SANITIZED, FencedRig
-from harness import Seq, inv_freq
+from harness import NATIVE_ISAS, Seq, inv_freq
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
@@ -207,7 +207,7 @@ def new_seqs(shape: Shape, seed: int) -> list[Seq]:
 @given(
     shape=shapes(),
     threads=st.integers(1, 3),
-    isa=st.sampled_from(["scalar", "auto"]),
+    isa=st.sampled_from(NATIVE_ISAS),
     seed=st.integers(0, 99),
 )
 def test_any_program_is_served_as_torch_serves_it_or_declined(

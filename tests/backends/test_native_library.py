@@ -129,7 +129,10 @@ def test_the_backend_says_which_kernels_run() -> None:
 @needs_library
 @pytest.mark.parametrize(
     ("threads", "isa", "message"),
-    [(0, "auto", "at least 1 thread, not 0"), (1, "avx9000", "no ISA 'avx9000'; known: auto, scalar, avx2")],
+    [
+        (0, "auto", "at least 1 thread, not 0"),
+        (1, "avx9000", "no ISA 'avx9000'; known: auto, scalar, avx2, avx512"),
+    ],
 )
 def test_settings_that_cannot_work(threads: int, isa: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -14,8 +14,8 @@ OCTAVO_INLINE void read_row(const Q4mBlock* weight, int n, int width, float* out
   const Q4mBlock* panel = weight + static_cast<size_t>(n / kPanel) * groups;
   for (int k = 0; k < width; ++k) {
     const Q4mBlock& block = panel[k / kGroup];
-    const uint8_t both = block.quants[k % kGroup / 4][lane % 8 * 4 + k % 4];
-    const int quant = lane < 8 ? both & 15 : both >> 4;
+    const uint8_t both = block.quants[k % kGroup / 8][lane * 4 + k % 4];
+    const int quant = k % 8 < 4 ? both & 15 : both >> 4;
     const float scaled = to_float(block.scales[lane]) * static_cast<float>(quant);
     out[k] = scaled + to_float(block.mins[lane]);
   }

@@ -5,7 +5,6 @@
 
 namespace octavo::OCTAVO_ISA {
 
-constexpr int kRowTile = 4;
 constexpr int kRowsTogether = 6;
 
 struct F8 {
@@ -143,93 +142,6 @@ OCTAVO_INLINE void store_narrow(int16_t* p, const I32x8 (&a)[4]) {
 }
 OCTAVO_INLINE void store_narrow(int8_t* p, const I32x8 (&a)[4]) {
   for (int i = 0; i < 4; ++i) vst1_s8(p + 8 * i, vmovn_s16(narrow(a[i])));
-}
-
-// -- dot products of 4-bit weights with int8 activations ----------------------------------------
-
-struct Bytes32 {
-  uint8x16_t low;
-  uint8x16_t high;
-};
-struct I16x16 {
-  int16x8_t low;
-  int16x8_t high;
-};
-
-OCTAVO_INLINE Bytes32 load_bytes(const uint8_t* p) { return {vld1q_u8(p), vld1q_u8(p + 16)}; }
-OCTAVO_INLINE void store_bytes(uint8_t* p, Bytes32 a) {
-  vst1q_u8(p, a.low);
-  vst1q_u8(p + 16, a.high);
-}
-OCTAVO_INLINE Bytes32 low_nibbles(Bytes32 a) {
-  return {vandq_u8(a.low, vdupq_n_u8(15)), vandq_u8(a.high, vdupq_n_u8(15))};
-}
-OCTAVO_INLINE Bytes32 high_nibbles(Bytes32 a) {
-  return {vshrq_n_u8(a.low, 4), vshrq_n_u8(a.high, 4)};
-}
-// Four activations, in each of eight dwords.
-OCTAVO_INLINE Bytes32 broadcast_quad(const int8_t* p) {
-  uint32_t quad;
-  memcpy(&quad, p, sizeof quad);
-  const uint8x16_t quads = vreinterpretq_u8_u32(vdupq_n_u32(quad));
-  return {quads, quads};
-}
-OCTAVO_INLINE I16x16 zero_i16() { return {vdupq_n_s16(0), vdupq_n_s16(0)}; }
-
-OCTAVO_INLINE int16x8_t pair_products(uint8x16_t weights, uint8x16_t activations) {
-  const int8x16_t w = vreinterpretq_s8_u8(weights);  // 0 .. 15
-  const int8x16_t x = vreinterpretq_s8_u8(activations);
-  return vpaddq_s16(vmull_s8(vget_low_s8(w), vget_low_s8(x)), vmull_high_s8(w, x));
-}
-// sum + weights (0 .. 15) * activations (int8), adjacent pairs added. Cannot overflow within a
-// group: 8 quads of 2 * 15 * 127 are 30480.
-OCTAVO_INLINE I16x16 multiply_add(Bytes32 weights, Bytes32 activations, I16x16 sum) {
-  return {vaddq_s16(sum.low, pair_products(weights.low, activations.low)),
-          vaddq_s16(sum.high, pair_products(weights.high, activations.high))};
-}
-OCTAVO_INLINE I32x8 add_pairs(I16x16 a) { return {vpaddlq_s16(a.low), vpaddlq_s16(a.high)}; }
-
-// -- dot products with int16 activations --------------------------------------------------------
-
-struct Words16 {
-  int16x8_t low;
-  int16x8_t high;
-};
-
-// Word i is byte 2 i + odd, its low or high nibble.
-template <int Shift>
-OCTAVO_INLINE int16x8_t nibble_words(uint8x16_t bytes) {
-  uint16x8_t words = vreinterpretq_u16_u8(bytes);
-  if constexpr (Shift > 0) words = vshrq_n_u16(words, Shift);
-  return vreinterpretq_s16_u16(vandq_u16(words, vdupq_n_u16(15)));
-}
-template <int Shift>
-OCTAVO_INLINE Words16 nibble_words(Bytes32 a) {
-  return {nibble_words<Shift>(a.low), nibble_words<Shift>(a.high)};
-}
-OCTAVO_INLINE Words16 low_even(Bytes32 a) { return nibble_words<0>(a); }
-OCTAVO_INLINE Words16 low_odd(Bytes32 a) { return nibble_words<8>(a); }
-OCTAVO_INLINE Words16 high_even(Bytes32 a) { return nibble_words<4>(a); }
-OCTAVO_INLINE Words16 high_odd(Bytes32 a) { return nibble_words<12>(a); }
-
-// 16 int8 weights, widened.
-OCTAVO_INLINE Words16 load_widened(const int8_t* p) {
-  const int8x16_t bytes = vld1q_s8(p);
-  return {vmovl_s8(vget_low_s8(bytes)), vmovl_high_s8(bytes)};
-}
-// Two activations, in each of eight dwords.
-OCTAVO_INLINE Words16 broadcast_pair(const int16_t* p) {
-  int32_t pair;
-  memcpy(&pair, p, sizeof pair);
-  const int16x8_t pairs = vreinterpretq_s16_s32(vdupq_n_s32(pair));
-  return {pairs, pairs};
-}
-OCTAVO_INLINE int32x4_t pair_products(int16x8_t w, int16x8_t x) {
-  return vpaddq_s32(vmull_s16(vget_low_s16(w), vget_low_s16(x)), vmull_high_s16(w, x));
-}
-OCTAVO_INLINE I32x8 multiply_add(Words16 weights, Words16 activations, I32x8 sum) {
-  return {vaddq_s32(sum.low, pair_products(weights.low, activations.low)),
-          vaddq_s32(sum.high, pair_products(weights.high, activations.high))};
 }
 
 OCTAVO_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }

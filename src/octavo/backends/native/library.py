@@ -35,7 +35,9 @@ class Isa(enum.IntEnum):
     AUTO = 0
     SCALAR = 1
     AVX2 = 2
+    AVX512 = 3
     NEON = 4
+    NEON_DOT = 5
 
 
 class FormatCode(enum.IntEnum):
