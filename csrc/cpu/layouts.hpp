@@ -37,6 +37,12 @@ struct Q4mBlock {
   Half mins[kPanel];
 };
 
+// q4, w = scale * (q - 8): a Q4mBlock without mins.
+struct Q4Block {
+  uint8_t quants[kGroup / 8][4 * kPanel];
+  Half scales[kPanel];
+};
+
 // q8, w = scale * q. Row p of `quants` holds k = 2p, 2p + 1: what one pair of int16 activations
 // multiplies.
 //
@@ -47,10 +53,18 @@ struct Q8Block {
   Half scales[kPanel];
 };
 
+// q8g16: a Q8Block in which rows 0 .. 7 (k < 16) and rows 8 .. 15 have scales of their own.
+struct Q8g16Block {
+  int8_t quants[kGroup / 2][32];
+  Half scales[2][kPanel];
+};
+
 // Plain panels (f32, f16, bf16) are [K][16] numbers: the 16 outputs' weights for one k side by side.
 
 static_assert(sizeof(Q4mBlock) == 320, "5 bits a weight");
+static_assert(sizeof(Q4Block) == 288, "4.5 bits a weight");
 static_assert(sizeof(Q8Block) == 544, "8.5 bits a weight");
+static_assert(sizeof(Q8g16Block) == 576, "9 bits a weight");
 
 // A KV page: K as [kv_heads][head_dim][16], then V as [kv_heads][16][head_dim].
 

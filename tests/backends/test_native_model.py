@@ -32,6 +32,8 @@ MIXES = {
     "q4m, q8 head": ({**dict.fromkeys(MATRICES, Format.Q4M), "embed": Format.Q8}, DType.F16, 16),
     "q4m on int8": ({**dict.fromkeys(MATRICES, Format.Q4M), "embed": Format.Q8}, DType.F16, 8),
     "q8, q4m head": ({**dict.fromkeys(MATRICES, Format.Q8), "embed": Format.Q4M}, DType.F16, 16),
+    "q4, q8g16 head": ({**dict.fromkeys(MATRICES, Format.Q4), "embed": Format.Q8G16}, DType.F16, 16),
+    "q4 on int8": ({**dict.fromkeys(MATRICES, Format.Q4), "embed": Format.Q8}, DType.F16, 8),
     "bf16": (dict.fromkeys([*MATRICES, "embed"], Format.BF16), DType.F16, 16),
     "f16": (dict.fromkeys([*MATRICES, "embed"], Format.F16), DType.F32, 16),
 }

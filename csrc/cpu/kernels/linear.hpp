@@ -86,6 +86,23 @@ static void linear_q8(const OctavoOp& op, const Step& step, Worker& worker) {
          const PanelOut& to) { q8_tile<decltype(r)::value>(panel, groups, rows, to); });
 }
 
+template <class Kind>
+OCTAVO_INLINE void linear_q4(const OctavoOp& op, const Step& step, Worker& worker) {
+  using T = typename Kind::Quant;
+  linear_quantized<Kind, Q4Block>(
+      op, step, worker,
+      [](auto r, const Q4Block* panel, int groups, const TileRows<T>& rows, const PanelOut& to) {
+        q4_tile<decltype(r)::value>(panel, groups, rows, to);
+      });
+}
+
+static void linear_q8g16(const OctavoOp& op, const Step& step, Worker& worker) {
+  linear_quantized<ForQ8, Q8g16Block>(
+      op, step, worker,
+      [](auto r, const Q8g16Block* panel, int groups, const TileRows<int16_t>& rows,
+         const PanelOut& to) { q8g16_tile<decltype(r)::value>(panel, groups, rows, to); });
+}
+
 template <class Plain>
 OCTAVO_INLINE void linear_plain(const OctavoOp& op, const Step& step, Worker& worker) {
   const int num_rows = rows_of(op, step);
@@ -102,10 +119,14 @@ OCTAVO_INLINE void linear_plain(const OctavoOp& op, const Step& step, Worker& wo
 
 static void linear(const OctavoOp& op, const Step& step, Worker& worker) {
   switch (op.format) {
+    case OCTAVO_FORMAT_Q4:
+      return op.activation_bits == 8 ? linear_q4<RoughForQ4>(op, step, worker)
+                                     : linear_q4<ForQ4>(op, step, worker);
     case OCTAVO_FORMAT_Q4M:
       return op.activation_bits == 8 ? linear_q4m<RoughForQ4m>(op, step, worker)
                                      : linear_q4m<ForQ4m>(op, step, worker);
     case OCTAVO_FORMAT_Q8: return linear_q8(op, step, worker);
+    case OCTAVO_FORMAT_Q8G16: return linear_q8g16(op, step, worker);
     case OCTAVO_FORMAT_F16: return linear_plain<Half>(op, step, worker);
     case OCTAVO_FORMAT_BF16: return linear_plain<Bf16>(op, step, worker);
     default: return linear_plain<float>(op, step, worker);

@@ -122,12 +122,13 @@ OCTAVO_UNROLL(12)
   for (int row = 0; row < R; ++row) dot[row] = to_i32(sums[row]);
 }
 
+// Bytes, the first `pairs` of two k's. x is R rows of a whole group.
 template <int R>
-OCTAVO_INLINE void dot_bytes(const int8_t (*quants)[2 * kPanel], const int16_t* x,
+OCTAVO_INLINE void dot_bytes(const int8_t (*quants)[2 * kPanel], int pairs, const int16_t* x,
                              I32x16 (&dot)[R]) {
   for (int row = 0; row < R; ++row) dot[row] = zero_i32x16();
 OCTAVO_UNROLL(16)
-  for (int pair = 0; pair < kGroup / 2; ++pair) {
+  for (int pair = 0; pair < pairs; ++pair) {
     const Words32 weights = load_widened(quants[pair]);
 OCTAVO_UNROLL(12)
     for (int row = 0; row < R; ++row) {
@@ -156,6 +157,24 @@ OCTAVO_INLINE void q4m_tile(const Q4mBlock* panel, int groups, TileRows<T> rows,
   store_panel<R>(to, acc);
 }
 
+// q - 8 for q: sum_k (q - 8) * i = sum_k q * i - 8 * sum_k i, in integers.
+template <int R, class T>
+OCTAVO_INLINE void q4_tile(const Q4Block* panel, int groups, TileRows<T> rows,
+                           const PanelOut& to) {
+  F32x16 acc[R];
+  clear(acc);
+  for (int group = 0; group < groups; ++group) {
+    const Q4Block& block = panel[group];
+    prefetch_ahead(block);
+    I32x16 dot[R];
+    dot_nibbles<R>(block.quants, rows.quants, dot);
+    for (int row = 0; row < R; ++row) dot[row] = add_to_all(dot[row], -8.0f * rows.sums[row]);
+    add_scaled<R>(acc, dot, block.scales, rows.scales);
+    rows.next_group(R);
+  }
+  store_panel<R>(to, acc);
+}
+
 template <int R>
 OCTAVO_INLINE void q8_tile(const Q8Block* panel, int groups, TileRows<int16_t> rows,
                            const PanelOut& to) {
@@ -165,8 +184,28 @@ OCTAVO_INLINE void q8_tile(const Q8Block* panel, int groups, TileRows<int16_t> r
     const Q8Block& block = panel[group];
     prefetch_ahead(block);
     I32x16 dot[R];
-    dot_bytes<R>(block.quants, rows.quants, dot);
+    dot_bytes<R>(block.quants, kGroup / 2, rows.quants, dot);
     add_scaled<R>(acc, dot, block.scales, rows.scales);
+    rows.next_group(R);
+  }
+  store_panel<R>(to, acc);
+}
+
+// Each half of a group has its own scale.
+template <int R>
+OCTAVO_INLINE void q8g16_tile(const Q8g16Block* panel, int groups, TileRows<int16_t> rows,
+                              const PanelOut& to) {
+  constexpr int kHalf = kGroup / 2;
+  F32x16 acc[R];
+  clear(acc);
+  for (int group = 0; group < groups; ++group) {
+    const Q8g16Block& block = panel[group];
+    prefetch_ahead(block);
+    for (int half = 0; half < 2; ++half) {
+      I32x16 dot[R];
+      dot_bytes<R>(block.quants + half * kHalf / 2, kHalf / 2, rows.quants + half * kHalf, dot);
+      add_scaled<R>(acc, dot, block.scales[half], rows.scales);
+    }
     rows.next_group(R);
   }
   store_panel<R>(to, acc);

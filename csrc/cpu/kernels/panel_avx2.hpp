@@ -32,6 +32,11 @@ OCTAVO_INLINE F32x16 fma(F32x16 a, float b, F32x16 c) {
   return {fma(a.low, broadcast(b), c.low), fma(a.high, broadcast(b), c.high)};
 }
 OCTAVO_INLINE I32x16 zero_i32x16() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+// a + x in each lane; x is a whole number, or NaN: then some integer.
+OCTAVO_INLINE I32x16 add_to_all(I32x16 a, float x) {
+  const __m256i b = _mm256_cvtps_epi32(_mm256_set1_ps(x));
+  return {_mm256_add_epi32(a.low, b), _mm256_add_epi32(a.high, b)};
+}
 OCTAVO_INLINE F32x16 to_float(I32x16 a) {
   return {{_mm256_cvtepi32_ps(a.low)}, {_mm256_cvtepi32_ps(a.high)}};
 }

@@ -30,6 +30,10 @@ OCTAVO_INLINE F32x16 fma(F32x16 a, float b, F32x16 c) {
   return {_mm512_fmadd_ps(a.v, _mm512_set1_ps(b), c.v)};
 }
 OCTAVO_INLINE I32x16 zero_i32x16() { return {_mm512_setzero_si512()}; }
+// a + x in each lane; x is a whole number, or NaN: then some integer.
+OCTAVO_INLINE I32x16 add_to_all(I32x16 a, float x) {
+  return {_mm512_add_epi32(a.v, _mm512_cvtps_epi32(_mm512_set1_ps(x)))};
+}
 OCTAVO_INLINE F32x16 to_float(I32x16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 
 // -- dot products of 4-bit weights with int8 activations ----------------------------------------

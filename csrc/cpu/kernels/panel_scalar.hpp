@@ -32,6 +32,12 @@ OCTAVO_INLINE F32x16 fma(F32x16 a, float b, F32x16 c) {
   return {fma(a.low, broadcast(b), c.low), fma(a.high, broadcast(b), c.high)};
 }
 OCTAVO_INLINE I32x16 zero_i32x16() { return {}; }
+// a + x in each lane; x is a whole number, or NaN: then some integer.
+OCTAVO_INLINE I32x16 add_to_all(I32x16 a, float x) {
+  if (x != x) return a;
+  for (int i = 0; i < 16; ++i) a.v[i] += static_cast<int32_t>(x);
+  return a;
+}
 OCTAVO_INLINE F32x16 to_float(I32x16 a) {
   F32x16 r;
   for (int i = 0; i < 8; ++i) {

@@ -30,16 +30,26 @@ struct RoughForQ4m {
   using Quant = int8_t;
   static constexpr float kLargest = 127.0f;
   static constexpr bool kSwapMiddle = false;
+  static constexpr bool kScaleSums = true;
 };
 struct ForQ4m {
   using Quant = int16_t;
   static constexpr float kLargest = 32767.0f;
   static constexpr bool kSwapMiddle = true;  // each four stored as 0 2 1 3: q4m's nibbles in words
+  static constexpr bool kScaleSums = true;
 };
 struct ForQ8 {
   using Quant = int16_t;
   static constexpr float kLargest = 4095.0f;
   static constexpr bool kSwapMiddle = false;
+  static constexpr bool kScaleSums = true;
+};
+// q4's tiles take 8 * sum(quants) from an integer sum.
+struct RoughForQ4 : RoughForQ4m {
+  static constexpr bool kScaleSums = false;
+};
+struct ForQ4 : ForQ4m {
+  static constexpr bool kScaleSums = false;
 };
 
 // Quantised rows, in tiles of kRowTile rows. The last tile has the R of kRowTiles that holds what is
@@ -47,7 +57,8 @@ struct ForQ8 {
 //
 //   quants  tile [group][R][32]     the order in which a pass over a panel reads them
 //   scales  tile [group][R]
-//   sums    tile [group][R]         scale * sum(quants), what a weight's min multiplies
+//   sums    tile [group][R]         scale * sum(quants), what a weight's min multiplies; for q4,
+//                                   sum(quants), exact
 template <class Kind>
 struct QuantizedRows {
   using T = typename Kind::Quant;
@@ -107,7 +118,8 @@ OCTAVO_INLINE void quantize_group(const float* x, typename Kind::Quant* quants, 
   }
   store_narrow(quants, q);
   *scale = magnitude / largest;
-  *sum = *scale * static_cast<float>(sum_lanes(total));
+  *sum = static_cast<float>(sum_lanes(total));
+  if (Kind::kScaleSums) *sum *= *scale;
 }
 
 template <class Kind>

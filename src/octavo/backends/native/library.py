@@ -48,6 +48,8 @@ class FormatCode(enum.IntEnum):
     Q8 = 2
     F16 = 3
     BF16 = 4
+    Q4 = 5
+    Q8G16 = 6
 
 
 class DTypeCode(enum.IntEnum):

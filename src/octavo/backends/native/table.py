@@ -20,7 +20,7 @@ from octavo.program.ir import (
     Weight,
 )
 from octavo.program.planner import ALIGNMENT, Kernel, Limits, Unserved
-from octavo.quantization.formats import GROUP, Format
+from octavo.quantization.formats import GROUP
 
 PANEL = 16  # outputs of a weight panel
 LANES = 8
@@ -54,7 +54,7 @@ class NativeKernelTable:
                 _require_lanes("rows", op.out.width)
                 return Kernel(op.kind)
             case Linear():
-                rough = op.weight.format is Format.Q4M and op.activation_bits == 8
+                rough = op.weight.format.is_4_bit and op.activation_bits == 8
                 name = f"linear_{op.weight.format}{'_a8' if rough else ''}"
                 return Kernel(name, self._linear_scratch(op, limits, rough=rough))
             case RotaryStoreKV():
