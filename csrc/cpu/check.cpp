@@ -175,8 +175,9 @@ bool check_program(const OctavoContext& context, OctavoStatus* status) {
       refuse(status, OCTAVO_BAD_PROGRAM, at, -1, "no op kind %d in this build", op.kind);
       return false;
     }
+    if (!check_shape(op, at, context.step.limits, status)) return false;
     const size_t needed = scratch_needed(op, context.step.limits, context.team.size());
-    if (static_cast<size_t>(op.scratch_nbytes) < needed) {
+    if (op.scratch_nbytes < static_cast<int64_t>(needed) || (needed > 0 && !op.scratch)) {
       refuse(status, OCTAVO_BAD_PROGRAM, at, -1, "%lld bytes of scratch memory, but %zu are needed",
              static_cast<long long>(op.scratch_nbytes), needed);
       return false;

@@ -129,10 +129,12 @@ const char* octavo_isa(const OctavoContext* context) { return context->kernels.i
 void octavo_bind(OctavoContext* context, const OctavoOp* ops, int32_t num_ops,
                  const OctavoInputs* inputs, const OctavoLimits* limits, OctavoStatus* status) {
   context->team.wait_idle();
+  context->ops.clear();
+  status->code = OCTAVO_OK;
+  if (!octavo::check_limits(*limits, status)) return;
   context->ops.assign(ops, ops + num_ops);
   context->query_tiles.assign(limits->max_seqs + 1, 0);
   context->step = {0, 0, 0, *inputs, *limits, context->query_tiles.data()};
-  status->code = OCTAVO_OK;
   if (!octavo::check_program(*context, status)) context->ops.clear();
 }
 

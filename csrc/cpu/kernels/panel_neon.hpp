@@ -36,6 +36,12 @@ OCTAVO_INLINE I32x16 zero_i32x16() {
   const int32x4_t none = vdupq_n_s32(0);
   return {{none, none, none, none}};
 }
+// a + x in each lane; x is a whole number, or NaN: then some integer.
+OCTAVO_INLINE I32x16 add_to_all(I32x16 a, float x) {
+  const int32x4_t b = vcvtnq_s32_f32(vdupq_n_f32(x));
+  for (int32x4_t& lanes : a.v) lanes = vaddq_s32(lanes, b);
+  return a;
+}
 OCTAVO_INLINE F32x16 to_float(I32x16 a) {
   return {{vcvtq_f32_s32(a.v[0]), vcvtq_f32_s32(a.v[1])},
           {vcvtq_f32_s32(a.v[2]), vcvtq_f32_s32(a.v[3])}};

@@ -118,28 +118,34 @@ constexpr int kBlocks = 6;  // of a sequence
 constexpr int kVocab = 61;
 constexpr size_t kScratch = 2 << 20;
 
-size_t raw_row_nbytes(int format, int width) {
+// Bytes of 32 raw weights, and of their f16 scales, which come first.
+struct RawGroup {
+  size_t nbytes;
+  size_t scales;
+};
+RawGroup raw_group(int format) {
   switch (format) {
-    case OCTAVO_FORMAT_Q4M: return width / kGroup * 20;
-    case OCTAVO_FORMAT_Q8: return width / kGroup * 34;
-    case OCTAVO_FORMAT_F16:
-    case OCTAVO_FORMAT_BF16: return width * 2;
-    default: return width * 4;
+    case OCTAVO_FORMAT_Q4: return {18, 2};
+    case OCTAVO_FORMAT_Q4M: return {20, 4};
+    case OCTAVO_FORMAT_Q8: return {34, 2};
+    case OCTAVO_FORMAT_Q8G16: return {36, 4};
+    case OCTAVO_FORMAT_F16: return {2 * kGroup, 2 * kGroup};
+    case OCTAVO_FORMAT_BF16: return {2 * kGroup, 0};
+    default: return {4 * kGroup, 0};
   }
 }
 
 // Random bytes of a format whose scales are finite.
 std::vector<uint8_t> raw_rows(Random& random, int format, int width, int rows, bool special) {
-  std::vector<uint8_t> raw(raw_row_nbytes(format, width) * rows);
-  const size_t group = format == OCTAVO_FORMAT_Q4M ? 20 : 34;
-  const size_t scales = format == OCTAVO_FORMAT_Q4M ? 4 : 2;
+  const RawGroup group = raw_group(format);
+  std::vector<uint8_t> raw(group.nbytes * width / kGroup * rows);
   for (size_t at = 0; at < raw.size();) {
     if (format == OCTAVO_FORMAT_F32 || format == OCTAVO_FORMAT_BF16) {
       const float value = random.value(special);
       const size_t nbytes = format == OCTAVO_FORMAT_F32 ? 4 : 2;
       memcpy(&raw[at], reinterpret_cast<const char*>(&value) + 4 - nbytes, nbytes);
       at += nbytes;
-    } else if (format == OCTAVO_FORMAT_F16 || at % group < scales) {
+    } else if (at % group.nbytes < group.scales) {
       const uint16_t half = random.half();
       memcpy(&raw[at], &half, sizeof half);
       at += sizeof half;
@@ -219,8 +225,9 @@ struct LinearKind {
   int activation_bits;
 };
 constexpr LinearKind kLinearKinds[] = {
-    {OCTAVO_FORMAT_F32, 0}, {OCTAVO_FORMAT_F16, 0},  {OCTAVO_FORMAT_BF16, 0},
-    {OCTAVO_FORMAT_Q8, 0},  {OCTAVO_FORMAT_Q4M, 16}, {OCTAVO_FORMAT_Q4M, 8},
+    {OCTAVO_FORMAT_F32, 0},    {OCTAVO_FORMAT_F16, 0},  {OCTAVO_FORMAT_BF16, 0},
+    {OCTAVO_FORMAT_Q8, 0},     {OCTAVO_FORMAT_Q4M, 16}, {OCTAVO_FORMAT_Q4M, 8},
+    {OCTAVO_FORMAT_Q8G16, 0},  {OCTAVO_FORMAT_Q4, 16},  {OCTAVO_FORMAT_Q4, 8},
 };
 
 void add_linear(Case& c, Random& random, OctavoContext* packer) {
