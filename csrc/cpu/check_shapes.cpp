@@ -58,7 +58,7 @@ class ShapeCheck {
            multiple(op_.q_heads, op_.kv_heads, "query heads") && given(op_.x, "x") &&
            given(op_.kv, "KV cache") &&
            within(op_.kv_group, 0, limits_.num_groups, "the KV group") &&
-           within(op_.kv_dtype, 0, OCTAVO_DTYPE_F16 + 1, "the KV type");
+           within(op_.kv_dtype, 0, OCTAVO_NUM_DTYPES, "the KV type");
   }
 
   bool rotary() const {

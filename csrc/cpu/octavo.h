@@ -35,7 +35,7 @@ enum OctavoFormat {
   OCTAVO_NUM_FORMATS
 };
 
-enum OctavoDType { OCTAVO_DTYPE_F32, OCTAVO_DTYPE_F16 };
+enum OctavoDType { OCTAVO_DTYPE_F32, OCTAVO_DTYPE_F16, OCTAVO_NUM_DTYPES };
 
 /* Which size of the step counts an op's rows. */
 enum OctavoRows { OCTAVO_ROWS_TOKENS, OCTAVO_ROWS_SEQS, OCTAVO_ROWS_SAMPLED };

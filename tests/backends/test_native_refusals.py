@@ -129,9 +129,7 @@ def test_what_the_table_declines_the_library_refuses(
         return b.rms_norm(x, b.weight("w", (12,)), eps=1e-5)
 
     backend = NativeBackend(1)
-    with pytest.raises(
-        BackendError, match=r"op 0 \(embedding\), 12 elements of a row are not"
-    ):
+    with pytest.raises(BackendError, match=r"op 0 \(embedding\), 12 elements of a row are not"):
         make_rig(backend, rowwise(12, 4, norm))
     backend.close()
 
