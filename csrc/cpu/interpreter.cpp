@@ -42,7 +42,8 @@ bool cpu_has(int32_t isa) {
 // The kernels of an ISA, or the fastest this CPU runs; null if it doesn't run them.
 const KernelSet* kernels_for(int32_t isa) {
   if (isa == OCTAVO_ISA_AUTO) {
-    for (const int32_t better : {OCTAVO_ISA_AVX512, OCTAVO_ISA_AVX2, OCTAVO_ISA_NEON_DOT, OCTAVO_ISA_NEON}) {
+    for (const int32_t better :
+         {OCTAVO_ISA_AVX512, OCTAVO_ISA_AVX2, OCTAVO_ISA_NEON_DOT, OCTAVO_ISA_NEON}) {
       if (cpu_has(better)) return kernels_for(better);
     }
     return &scalar_kernels();

@@ -42,6 +42,7 @@ def run_sanitized(*arguments: str) -> subprocess.CompletedProcess[str]:
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "OMP_NUM_THREADS": "1",
+        "FUZZ_EXAMPLES": "1000",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     return subprocess.run([sys.executable, *arguments], env=environ, capture_output=True, text=True)

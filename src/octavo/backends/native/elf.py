@@ -9,9 +9,9 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
-#: The value of e_machine, by what `uname -m` calls it.
-MACHINES = {"x86_64": 62, "aarch64": 183, "i686": 3, "armv7l": 40, "ppc64le": 21, "riscv64": 243, "s390x": 22}
-_HEADER = struct.Struct("<4s12x2H4x8xQQ4x6H")  # of 64-bit, little-endian files
+#: The value of e_machine, by what `uname -m` calls it: machines of 64 bits, little-endian.
+MACHINES = {"x86_64": 62, "aarch64": 183, "ppc64le": 21, "riscv64": 243, "loongarch64": 258}
+_HEADER = struct.Struct("<4s12x2H4x8xQQ4x6H")
 _SEGMENT = struct.Struct("<2I6Q")
 _CLASS_AND_DATA = bytes([2, 1])  # 64 bit, little-endian
 _SHARED_OBJECT = 3
@@ -21,6 +21,8 @@ _LOADED = 1
 def why_not_loadable(path: Path, architecture: str) -> str | None:
     """What is wrong with a library, as the end of a sentence that begins with its path; None if nothing is
     known to be. architecture: of this machine, as `uname -m` says."""
+    if architecture not in MACHINES:
+        return None
     nbytes = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(_HEADER.size)
@@ -31,7 +33,7 @@ def why_not_loadable(path: Path, architecture: str) -> str | None:
         _, kind, machine, segments_at, sections_at, _, segment_size, segments, section_size, sections, _ = (
             _HEADER.unpack(head)
         )
-        if architecture in MACHINES and machine != MACHINES[architecture]:
+        if machine != MACHINES[architecture]:
             names = {number: name for name, number in MACHINES.items()}
             found = names.get(machine, f"machine {machine}")
             return f"is of another architecture: it is for {found}, but this machine is {architecture}"
