@@ -143,6 +143,34 @@ bool is_quantized(int format) {
   return is_4_bit(format) || format == OCTAVO_FORMAT_Q8 || format == OCTAVO_FORMAT_Q8G16;
 }
 
+// Bytes that `rows` rows of activations take as a weight multiplies them, in up to `products` products.
+size_t prepared_nbytes(int format, int activation_bits, size_t width, size_t rows, size_t products) {
+  if (!is_quantized(format)) return 0;
+  const bool rough = is_4_bit(format) && activation_bits == 8;
+  const size_t element = rough ? sizeof(int8_t) : sizeof(int16_t);
+  const size_t row = width * element + 2 * (width / kGroup) * sizeof(float);
+  return align_up((rows + products * kMostPaddedRows) * row) + products * 4 * kAlignment;
+}
+
+// MoEScratch of kernels/moe.hpp.
+size_t experts_scratch(const OctavoOp& op, const OctavoLimits& limits, size_t num_threads) {
+  const OctavoExperts& e = *op.experts;
+  const size_t chunk = std::min(kExpertTokens, limits.max_tokens);
+  const size_t pairs = chunk * e.top_k;
+  const size_t experts = e.num_experts;
+  const size_t groups = std::min(experts, pairs);
+  const size_t padded_experts = (experts + kPanel - 1) / kPanel * kPanel;
+  const size_t prepared = std::max(
+      {prepared_nbytes(e.router_format, op.activation_bits, op.in_width, chunk, 1),
+       prepared_nbytes(e.gate_up_format, op.activation_bits, op.in_width, pairs, groups),
+       prepared_nbytes(e.down_format, op.activation_bits, e.width, pairs, groups)});
+  return align_up(chunk * padded_experts * sizeof(float)) + 4 * align_up(pairs * sizeof(float)) +
+         align_up(experts * sizeof(int32_t)) + align_up(2 * sizeof(int32_t)) +
+         align_up(experts * 3 * sizeof(int32_t)) + align_up(pairs * 2 * sizeof(int32_t)) +
+         align_up(pairs * op.in_width * sizeof(float)) + align_up(pairs * e.width * sizeof(float)) +
+         align_up(chunk * 2 * kPanel * num_threads * sizeof(float)) + prepared;
+}
+
 // Bytes of scratch memory a kernel uses at the limits; table.py bills the same.
 size_t scratch_needed(const OctavoOp& op, const OctavoLimits& limits, size_t num_threads) {
   if (op.kind == OCTAVO_OP_LINEAR && is_quantized(op.format)) {
@@ -162,7 +190,7 @@ size_t scratch_needed(const OctavoOp& op, const OctavoLimits& limits, size_t num
     const size_t tile = static_cast<size_t>(kTile) * op.head_dim;
     return num_threads * align_up((3 * rows * op.head_dim + 4 * rows + 2 * tile) * sizeof(float));
   }
-  return 0;
+  return op.kind == OCTAVO_OP_MOE ? experts_scratch(op, limits, num_threads) : 0;
 }
 
 }  // namespace

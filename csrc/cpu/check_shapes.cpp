@@ -27,19 +27,22 @@ class ShapeCheck {
     }
     switch (op_.kind) {
       case OCTAVO_OP_EMBEDDING:
-        return lanes(op_.out_width) && groups(op_.out_width) && packed() &&
+        return lanes(op_.out_width) && groups(op_.format, op_.out_width) && packed(op_.weight) &&
                within(op_.table_rows, 1, INT32_MAX, "the number of table rows");
       case OCTAVO_OP_RMS_NORM: return row_wise() && lanes(op_.out_width) && weighted();
+      case OCTAVO_OP_ADD: return row_wise() && lanes(op_.out_width) && given(op_.residual, "residual");
       case OCTAVO_OP_ADD_RMS_NORM:
         return row_wise() && lanes(op_.out_width) && weighted() && given(op_.residual, "residual") &&
                given(op_.out_sum, "out_sum");
       case OCTAVO_OP_LINEAR:
         return given(op_.x, "x") && within(op_.in_width, 1, kWidest, "the width of x") &&
-               groups(op_.in_width) && packed();
+               groups(op_.format, op_.in_width) && packed(op_.weight);
+      case OCTAVO_OP_QK_NORM: return qk_norm();
       case OCTAVO_OP_ROTARY_STORE_KV: return rotary();
       case OCTAVO_OP_ATTENTION: return attention();
-      case OCTAVO_OP_GATHER_ROWS: return row_wise();
-      default: return given(op_.x, "x");
+      case OCTAVO_OP_GATED_ACTIVATION: return gated();
+      case OCTAVO_OP_MOE: return row_wise() && moe();
+      default: return row_wise();  // gather_rows, scale_logits
     }
   }
 
@@ -48,24 +51,57 @@ class ShapeCheck {
     return given(op_.x, "x") && equal(op_.in_width, op_.out_width, "columns of x");
   }
 
-  bool heads() const {
+  bool gated() const {
+    return given(op_.x, "x") && lanes(op_.out_width) && activated() &&
+           equal(op_.in_width, 2 * static_cast<int64_t>(op_.out_width), "columns of x");
+  }
+  bool activated() const {
+    return within(op_.activation, 0, OCTAVO_NUM_ACTIVATIONS, "the activation");
+  }
+
+  // An expert's rows begin with a panel.
+  bool moe() const {
+    const OctavoExperts* e = op_.experts;
+    return given(e, "experts") && activated() && equal(op_.rows, OCTAVO_ROWS_TOKENS, "kind of rows") &&
+           within(e->num_experts, 1, kMostHeads, "the number of experts") &&
+           within(e->top_k, 1, e->num_experts + 1, "the number of a token's experts") &&
+           within(e->width, 1, kWidest, "the width of an expert") &&
+           multiple(e->width, kPanel, "rows of an expert") &&
+           multiple(op_.out_width, kPanel, "rows of an expert") &&
+           groups(e->router_format, op_.in_width) && packed(e->router) &&
+           groups(e->gate_up_format, op_.in_width) && packed(e->gate_up) &&
+           groups(e->down_format, e->width) && packed(e->down);
+  }
+
+  bool head_sizes() const {
     if (!within(op_.kv_heads, 1, kMostHeads, "the number of KV heads") ||
         !within(op_.q_heads, 1, kMostHeads, "the number of heads") ||
         !within(op_.head_dim, 1, kMostHeads, "the size of a head")) {
       return false;
     }
-    return multiple(op_.head_dim, kLanes, "elements of a head") &&
-           multiple(op_.q_heads, op_.kv_heads, "query heads") && given(op_.x, "x") &&
+    return multiple(op_.head_dim, kLanes, "elements of a head") && given(op_.x, "x");
+  }
+
+  // All heads of q, k and v together.
+  int64_t qkv_width() const {
+    return (static_cast<int64_t>(op_.q_heads) + 2 * op_.kv_heads) * op_.head_dim;
+  }
+
+  bool qk_norm() const {
+    return head_sizes() && row_wise() && weighted() && given(op_.k_weight, "weight of k") &&
+           equal(op_.in_width, qkv_width(), "columns of x");
+  }
+
+  bool cached() const {
+    return head_sizes() && multiple(op_.q_heads, op_.kv_heads, "query heads") &&
            given(op_.kv, "KV cache") &&
            within(op_.kv_group, 0, limits_.num_groups, "the KV group") &&
            within(op_.kv_dtype, 0, OCTAVO_NUM_DTYPES, "the KV type");
   }
 
   bool rotary() const {
-    const int64_t q = static_cast<int64_t>(op_.q_heads) * op_.head_dim;
-    const int64_t kv = static_cast<int64_t>(op_.kv_heads) * op_.head_dim;
-    return heads() && weighted() && equal(op_.in_width, q + 2 * kv, "columns of x") &&
-           equal(op_.out_width, q, "columns of q") &&
+    return cached() && weighted() && equal(op_.in_width, qkv_width(), "columns of x") &&
+           equal(op_.out_width, static_cast<int64_t>(op_.q_heads) * op_.head_dim, "columns of q") &&
            within(op_.rotary_dim, 0, op_.head_dim + 1, "the number of rotated elements") &&
            multiple(op_.rotary_dim, 2, "rotated elements") &&
            within(op_.table_rows, 1, INT32_MAX, "the number of rope rows");
@@ -73,27 +109,26 @@ class ShapeCheck {
 
   bool attention() const {
     const int64_t width = static_cast<int64_t>(op_.q_heads) * op_.head_dim;
-    return heads() && equal(op_.in_width, width, "columns of q") &&
+    return cached() && equal(op_.in_width, width, "columns of q") &&
            equal(op_.out_width, width, "columns of out") &&
            within(op_.window, 0, INT32_MAX, "the window");
   }
 
   bool lanes(int width) const { return multiple(width, kLanes, "elements of a row"); }
 
-  bool groups(int width) const {
-    if (!within(op_.format, 0, OCTAVO_NUM_FORMATS, "the format")) return false;
-    const bool plain = op_.format == OCTAVO_FORMAT_F32 || op_.format == OCTAVO_FORMAT_F16 ||
-                       op_.format == OCTAVO_FORMAT_BF16;
+  bool groups(int format, int width) const {
+    if (!within(format, 0, OCTAVO_NUM_FORMATS, "the format")) return false;
+    const bool plain = format == OCTAVO_FORMAT_F32 || format == OCTAVO_FORMAT_F16 ||
+                       format == OCTAVO_FORMAT_BF16;
     return plain || multiple(width, kGroup, "elements of a row in groups");
   }
 
   bool weighted() const { return given(op_.weight, "weight"); }
 
-  bool packed() const {
-    if (!weighted()) return false;
-    if (reinterpret_cast<uintptr_t>(op_.weight) % kAlignment == 0) return true;
-    return refused("a weight at %p, but packed weights begin at multiples of %zu", op_.weight,
-                   kAlignment);
+  bool packed(const void* weight) const {
+    if (!given(weight, "weight")) return false;
+    if (reinterpret_cast<uintptr_t>(weight) % kAlignment == 0) return true;
+    return refused("a weight at %p, but packed weights begin at multiples of %zu", weight, kAlignment);
   }
 
   bool given(const void* pointer, const char* what) const {

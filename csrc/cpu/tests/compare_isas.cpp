@@ -103,9 +103,10 @@ struct Step {
 
 // One random program, its memory and its steps.
 struct Case {
-  Memory memory{24 << 20};
+  Memory memory{32 << 20};
   std::string what;
   std::vector<OctavoOp> ops;
+  OctavoExperts experts{};
   OctavoInputs inputs{};
   OctavoLimits limits{};
   std::vector<Output> outputs;
@@ -204,7 +205,8 @@ const float* add_embedding(Case& c, Random& random, OctavoContext* packer, int f
 void add_row_ops(Case& c, Random& random, OctavoContext* packer) {
   const int width = 8 * random.between(1, 24);
   const float* x = add_embedding(c, random, packer, OCTAVO_FORMAT_F32, 2 * width, true);
-  OctavoOp gated = op_of(c, OCTAVO_OP_GATED_SILU, x, 2 * width, width);
+  OctavoOp gated = op_of(c, OCTAVO_OP_GATED_ACTIVATION, x, 2 * width, width);
+  gated.activation = random.below(OCTAVO_NUM_ACTIVATIONS);
   c.ops.push_back(gated);
   OctavoOp norm = op_of(c, OCTAVO_OP_RMS_NORM, gated.out, width, width);
   norm.weight = vector_weight(c, random, width);
@@ -216,8 +218,17 @@ void add_row_ops(Case& c, Random& random, OctavoContext* packer) {
   c.outputs.push_back({sum.out_sum, static_cast<size_t>(kTokens) * width, 4});
   sum.weight = norm.weight;
   sum.eps = 1e-6f;
+  sum.scale = random.one_in(2) ? 1.0f : 0.7f;
   c.ops.push_back(sum);
-  c.what = "rows of " + std::to_string(width);
+  OctavoOp plain_sum = op_of(c, OCTAVO_OP_ADD, norm.out, width, width);
+  plain_sum.residual = sum.out;
+  plain_sum.scale = 0.3f;
+  c.ops.push_back(plain_sum);
+  OctavoOp logits = op_of(c, OCTAVO_OP_SCALE_LOGITS, plain_sum.out, width, width);
+  logits.scale = 1.3f;
+  logits.softcap = random.one_in(2) ? 0.0f : 2.5f;
+  c.ops.push_back(logits);
+  c.what = "rows of " + std::to_string(width) + ", activation " + std::to_string(gated.activation);
 }
 
 struct LinearKind {
@@ -257,6 +268,19 @@ void add_attention(Case& c, Random& random, OctavoContext* packer) {
   const float* qkv =
       add_embedding(c, random, packer, OCTAVO_FORMAT_F32, width, /*special=*/random.one_in(3));
 
+  if (random.one_in(2)) {
+    OctavoOp norm = op_of(c, OCTAVO_OP_QK_NORM, qkv, width, width);
+    norm.q_heads = q_heads;
+    norm.kv_heads = kv_heads;
+    norm.head_dim = head_dim;
+    norm.norm_together = random.below(2);
+    norm.weight = vector_weight(c, random, q_heads * head_dim);
+    norm.k_weight = vector_weight(c, random, kv_heads * head_dim);
+    norm.eps = 1e-6f;
+    c.ops.push_back(norm);
+    qkv = norm.out;
+  }
+
   OctavoOp rotary = op_of(c, OCTAVO_OP_ROTARY_STORE_KV, qkv, width, q_heads * head_dim);
   rotary.rotary_dim = random.one_in(2) ? head_dim : 2 * random.between(1, head_dim / 2);
   rotary.table_rows = positions;
@@ -282,10 +306,42 @@ void add_attention(Case& c, Random& random, OctavoContext* packer) {
   op.kv = rotary.kv;
   op.window = random.one_in(2) ? 0 : random.between(1, positions);
   op.scale = 0.3f;
+  op.softcap = random.one_in(2) ? 0.0f : 4.0f;
+  op.sinks = random.one_in(2) ? nullptr : vector_weight(c, random, q_heads);
   c.ops.push_back(op);
   c.what = std::to_string(q_heads) + " heads on " + std::to_string(kv_heads) + " of " +
            std::to_string(head_dim) + ", window " + std::to_string(op.window) + ", KV type " +
            std::to_string(op.kv_dtype);
+}
+
+void add_experts(Case& c, Random& random, OctavoContext* packer) {
+  const int hidden = kGroup * random.between(1, 4);
+  OctavoExperts& e = c.experts;
+  e.num_experts = random.between(1, 9);
+  e.top_k = random.between(1, e.num_experts);
+  e.normalize = random.below(2);
+  e.width = kGroup * random.between(1, 3);
+  const LinearKind kind = kLinearKinds[random.below(sizeof kLinearKinds / sizeof *kLinearKinds)];
+  e.router_format = OCTAVO_FORMAT_F32;
+  e.gate_up_format = e.down_format = kind.format;
+  const bool special = random.one_in(3);
+  const float* x = add_embedding(c, random, packer, OCTAVO_FORMAT_F32, hidden, special);
+  const int gate_up_rows = e.num_experts * 2 * e.width;
+  e.router = packed_weight(c, random, packer, e.router_format, e.num_experts, hidden, false);
+  e.gate_up = packed_weight(c, random, packer, kind.format, gate_up_rows, hidden, special);
+  e.down = packed_weight(c, random, packer, kind.format, e.num_experts * hidden, e.width, special);
+  if (random.one_in(2)) {
+    e.router_bias = vector_weight(c, random, e.num_experts);
+    e.gate_up_bias = vector_weight(c, random, gate_up_rows);
+    e.down_bias = vector_weight(c, random, e.num_experts * hidden);
+  }
+  OctavoOp op = op_of(c, OCTAVO_OP_MOE, x, hidden, hidden);
+  op.experts = &e;
+  op.activation = random.below(OCTAVO_NUM_ACTIVATIONS);
+  op.activation_bits = kind.activation_bits;
+  c.ops.push_back(op);
+  c.what = std::to_string(e.top_k) + " of " + std::to_string(e.num_experts) + " experts, format " +
+           std::to_string(kind.format);
 }
 
 // Two steps: what the first leaves in the cache the second sees.
@@ -399,8 +455,9 @@ int main(int argc, char** argv) {
     Case c;
     add_inputs(c, random);
     add_steps(c, random);
-    constexpr void (*kAdd[])(Case&, Random&, OctavoContext*) = {add_row_ops, add_linear, add_attention};
-    kAdd[number % 3](c, random, first);
+    constexpr void (*kAdd[])(Case&, Random&, OctavoContext*) = {add_row_ops, add_linear, add_attention,
+                                                                add_experts};
+    kAdd[number % 4](c, random, first);
     const std::vector<uint8_t> before = c.memory.snapshot();
     const std::vector<uint32_t> expected = run(first, c);
     c.memory.restore(before);
