@@ -14,7 +14,14 @@
 extern "C" {
 #endif
 
-enum OctavoIsa { OCTAVO_ISA_AUTO, OCTAVO_ISA_SCALAR, OCTAVO_ISA_AVX2, OCTAVO_ISA_AVX512 };
+enum OctavoIsa {
+  OCTAVO_ISA_AUTO,
+  OCTAVO_ISA_SCALAR,
+  OCTAVO_ISA_AVX2,
+  OCTAVO_ISA_AVX512,
+  OCTAVO_ISA_NEON,
+  OCTAVO_ISA_NEON_DOT
+};
 
 /* How a weight lies in memory (layouts.hpp). */
 enum OctavoFormat {
@@ -24,10 +31,11 @@ enum OctavoFormat {
   OCTAVO_FORMAT_F16,
   OCTAVO_FORMAT_BF16,
   OCTAVO_FORMAT_Q4,
-  OCTAVO_FORMAT_Q8G16
+  OCTAVO_FORMAT_Q8G16,
+  OCTAVO_NUM_FORMATS
 };
 
-enum OctavoDType { OCTAVO_DTYPE_F32, OCTAVO_DTYPE_F16 };
+enum OctavoDType { OCTAVO_DTYPE_F32, OCTAVO_DTYPE_F16, OCTAVO_NUM_DTYPES };
 
 /* Of gated activations: their contracts are in octavo/program/ir.py. */
 enum OctavoActivation {

@@ -65,5 +65,9 @@ const KernelSet& scalar_kernels();
 const KernelSet& avx2_kernels();
 const KernelSet& avx512_kernels();
 #endif
+#if defined(OCTAVO_ARM64)
+const KernelSet& neon_kernels();
+const KernelSet& neon_dot_kernels();
+#endif
 
 }  // namespace octavo

@@ -61,7 +61,7 @@ _ROWS = {Dim.TOKENS: RowsCode.TOKENS, Dim.SEQS: RowsCode.SEQS, Dim.SAMPLED: Rows
 class NativeBackend:
     """Runs programs on the CPU with `num_threads` threads, the caller of `run` being one of them.
 
-    isa: "auto" (by CPUID), "scalar", "avx2" or "avx512"; all give the same bits.
+    isa: "auto" (the fastest this CPU runs) or the name of an `Isa`; all give the same bits.
     Raises ConfigError if the library is missing or this CPU lacks the ISA.
     """
 

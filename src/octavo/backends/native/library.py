@@ -11,10 +11,17 @@ import enum
 import functools
 from pathlib import Path
 
+from octavo.backends.native.elf import why_not_loadable
 from octavo.errors import ConfigError
+from octavo.platforms import cpu
 
 LIBRARY_NAME = "liboctavo_cpu.so"
 ABI_VERSION = 4
+#: pip would keep what is installed, and take a wheel that it built without a compiler from its cache.
+HOW_TO_BUILD = (
+    "Install a C++17 compiler (g++ or clang++) and Octavo again: "
+    "pip install --force-reinstall --no-deps --no-cache-dir octavo"
+)
 
 _Pointer = ctypes.c_void_p
 _I32 = ctypes.c_int32
@@ -29,6 +36,8 @@ class Isa(enum.IntEnum):
     SCALAR = 1
     AVX2 = 2
     AVX512 = 3
+    NEON = 4
+    NEON_DOT = 5
 
 
 class FormatCode(enum.IntEnum):
@@ -200,8 +209,7 @@ def load() -> ctypes.CDLL:
     library, reason = _try_load()
     if library is None:
         raise ConfigError(
-            f"the native backend is not available: {reason}. Install a C++17 compiler (g++ or clang++) "
-            "and install Octavo again, or choose the torch backend"
+            f"the native backend is not available: {reason}. {HOW_TO_BUILD}; or choose the torch backend"
         )
     return library
 
@@ -224,6 +232,9 @@ def _try_load() -> tuple[ctypes.CDLL | None, str | None]:
         return None, f"there is no {LIBRARY_NAME} in {', '.join(map(str, folders))}"
     path = max(found, key=lambda path: path.stat().st_mtime)  # the one built last
     try:
+        damage = why_not_loadable(path, cpu.architecture())
+        if damage is not None:
+            return None, f"{path} {damage}"
         library = ctypes.CDLL(str(path))
         version = int(library.octavo_version())
     except (OSError, AttributeError) as why:
