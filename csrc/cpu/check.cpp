@@ -138,19 +138,21 @@ bool reads_as_before(const std::vector<OctavoOp>& ops, size_t index) {
 
 size_t align_up(size_t nbytes) { return (nbytes + kAlignment - 1) / kAlignment * kAlignment; }
 
+bool is_4_bit(int format) { return format == OCTAVO_FORMAT_Q4 || format == OCTAVO_FORMAT_Q4M; }
+bool is_quantized(int format) {
+  return is_4_bit(format) || format == OCTAVO_FORMAT_Q8 || format == OCTAVO_FORMAT_Q8G16;
+}
+
 // Bytes of scratch memory a kernel uses at the limits; table.py bills the same.
 size_t scratch_needed(const OctavoOp& op, const OctavoLimits& limits, size_t num_threads) {
-  if (op.kind == OCTAVO_OP_LINEAR &&
-      (op.format == OCTAVO_FORMAT_Q4M || op.format == OCTAVO_FORMAT_Q8)) {
-    const size_t rows = op.rows == OCTAVO_ROWS_TOKENS ? limits.max_tokens
-                        : op.rows == OCTAVO_ROWS_SEQS ? limits.max_seqs
-                                                      : limits.max_sampled;
+  if (op.kind == OCTAVO_OP_LINEAR && is_quantized(op.format)) {
+    const size_t rows = kMostPaddedRows + (op.rows == OCTAVO_ROWS_TOKENS ? limits.max_tokens
+                                           : op.rows == OCTAVO_ROWS_SEQS ? limits.max_seqs
+                                                                         : limits.max_sampled);
     const size_t groups = op.in_width / kGroup;
-    const bool rough = op.format == OCTAVO_FORMAT_Q4M && op.activation_bits == 8;
+    const bool rough = is_4_bit(op.format) && op.activation_bits == 8;
     const size_t element = rough ? sizeof(int8_t) : sizeof(int16_t);
-    const size_t unpacked = rough ? groups * 2 * sizeof(Q4mBlock::quants) : 0;
-    return align_up(rows * op.in_width * element) + 2 * align_up(rows * groups * sizeof(float)) +
-           num_threads * unpacked;
+    return align_up(rows * op.in_width * element) + 2 * align_up(rows * groups * sizeof(float));
   }
   if (op.kind == OCTAVO_OP_ROTARY_STORE_KV) {
     return num_threads * align_up(op.head_dim * sizeof(float));

@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-enum OctavoIsa { OCTAVO_ISA_AUTO, OCTAVO_ISA_SCALAR, OCTAVO_ISA_AVX2 };
+enum OctavoIsa { OCTAVO_ISA_AUTO, OCTAVO_ISA_SCALAR, OCTAVO_ISA_AVX2, OCTAVO_ISA_AVX512 };
 
 /* How a weight lies in memory (layouts.hpp). */
 enum OctavoFormat {
@@ -22,7 +22,9 @@ enum OctavoFormat {
   OCTAVO_FORMAT_Q4M,
   OCTAVO_FORMAT_Q8,
   OCTAVO_FORMAT_F16,
-  OCTAVO_FORMAT_BF16
+  OCTAVO_FORMAT_BF16,
+  OCTAVO_FORMAT_Q4,
+  OCTAVO_FORMAT_Q8G16
 };
 
 enum OctavoDType { OCTAVO_DTYPE_F32, OCTAVO_DTYPE_F16 };
@@ -59,7 +61,7 @@ typedef struct OctavoOp {
   int32_t window;        /* attention: positions seen, 0 for all */
   float scale;           /* embedding, attention */
   float eps;             /* norms */
-  int32_t activation_bits; /* linear on q4m: 8 or 16 */
+  int32_t activation_bits; /* linear on q4 and q4m: 8 or 16 */
   int64_t scratch_nbytes;
   const float* x;        /* [rows, in_width] */
   const float* residual; /* add_rms_norm */
@@ -106,7 +108,7 @@ typedef struct OctavoContext OctavoContext;
 
 /* Rows of K weights to pack. */
 typedef struct OctavoPackJob {
-  int32_t format;           /* OctavoFormat; raw is F32, Q4_1, Q8_0, F16 or BF16 accordingly */
+  int32_t format;           /* OctavoFormat; pack.cpp says what `raw` is accordingly */
   int32_t width;            /* K */
   int64_t num_rows;         /* rows to write */
   int64_t first_row;        /* row of the packed weight the first one becomes */

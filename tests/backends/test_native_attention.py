@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from harness import (
+    NATIVE_ISAS,
+    NATIVE_VARIANTS,
     UNIT,
     F32Array,
     Heads,
@@ -35,7 +37,6 @@ MakeRig = Callable[..., Rig]
 F64Array = npt.NDArray[np.float64]
 DTYPES = list(DType)
 VOCAB = 128
-VARIANTS = [("scalar", 1), ("auto", 1), ("auto", 2)]
 
 
 def tokens(length: int, seed: int = 0) -> list[int]:
@@ -133,7 +134,7 @@ def test_the_cache_holds_rotated_keys_and_values(make_rig: MakeRig, heads: Heads
     ids = tokens(50)
     _, k, v = layer.split(ids)
     element = np.float16 if dtype is DType.F16 else np.float32
-    for isa, threads in VARIANTS:
+    for isa, threads in NATIVE_VARIANTS:
         rig = layer.rig(threads, isa)
         seq = Seq(ids)
         rig.step([(seq, 20)])
@@ -145,7 +146,7 @@ def test_the_cache_holds_rotated_keys_and_values(make_rig: MakeRig, heads: Heads
         assert (rig.memory.kv.numpy()[:, unused] == 0xFF).all()
 
 
-@pytest.mark.parametrize("isa", ["scalar", "auto"])
+@pytest.mark.parametrize("isa", NATIVE_ISAS)
 def test_q_is_rotated_too(make_rig: MakeRig, isa: str) -> None:
     def build(b: ProgramBuilder) -> Buf:
         kv = b.kv(2, 16)
@@ -158,7 +159,7 @@ def test_q_is_rotated_too(make_rig: MakeRig, isa: str) -> None:
     assert_same_bits(rig.rows(ids), rotate(q, 12).reshape(33, -1))
 
 
-@pytest.mark.parametrize("isa", ["scalar", "auto"])
+@pytest.mark.parametrize("isa", NATIVE_ISAS)
 def test_f16_rounds_to_nearest_even(make_rig: MakeRig, isa: str) -> None:
     """Every f16 value, the ties between neighbours and what lies next to a tie; overflow and NaN."""
     exact = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
@@ -214,8 +215,8 @@ def test_every_build_and_thread_count_gives_the_same_bits(
     layer = Layer(make_rig, heads, 600, dtype)
     ids = tokens(600)
     for chunk in (600, 45):
-        outs = [by_chunks(layer.rig(threads, isa), ids, chunk) for isa, threads in VARIANTS]
-        for out, variant in zip(outs, VARIANTS, strict=True):
+        outs = [by_chunks(layer.rig(threads, isa), ids, chunk) for isa, threads in NATIVE_VARIANTS]
+        for out, variant in zip(outs, NATIVE_VARIANTS, strict=True):
             assert_same_bits(out, outs[0], f"{variant}, chunks of {chunk}")
 
 
@@ -321,7 +322,7 @@ def test_what_is_seen_and_nan_shows(make_rig: MakeRig) -> None:
     ids = tokens(100)
     expected = by_chunks(layer.rig(), ids, 100)
     outs = []
-    for isa, threads in VARIANTS:
+    for isa, threads in NATIVE_VARIANTS:
         rig = layer.rig(threads, isa)
         seq = Seq(ids)
         rig.step([(seq, 80)])

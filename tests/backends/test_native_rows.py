@@ -6,7 +6,18 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from harness import UNIT, F32Array, Rig, Seq, assert_same_bits, fma, random_values, rowwise, stored
+from harness import (
+    NATIVE_VARIANTS,
+    UNIT,
+    F32Array,
+    Rig,
+    Seq,
+    assert_same_bits,
+    fma,
+    random_values,
+    rowwise,
+    stored,
+)
 
 from octavo.backends.native import library
 from octavo.backends.native.backend import NativeBackend
@@ -18,7 +29,6 @@ pytestmark = pytest.mark.skipif(not library.available(), reason="the native libr
 
 MakeRig = Callable[..., Rig]
 Emit = Callable[[ProgramBuilder, Buf], Buf]
-VARIANTS = [("scalar", 1), ("scalar", 2), ("auto", 1), ("auto", 2)]
 
 
 def run_everywhere(make_rig: MakeRig, emit: Emit, x: F32Array, **rig_options: object) -> tuple[F32Array, Rig]:
@@ -26,7 +36,7 @@ def run_everywhere(make_rig: MakeRig, emit: Emit, x: F32Array, **rig_options: ob
     each row alone with all together."""
     build = rowwise(x.shape[1], len(x), emit)
     outs, rigs = [], []
-    for isa, threads in VARIANTS:
+    for isa, threads in NATIVE_VARIANTS:
         rigs.append(make_rig(NativeBackend(threads, isa), build, weights={"x": stored(x)}, **rig_options))
         outs.append(rigs[-1].rows(range(len(x))))
         assert_same_bits(outs[-1], outs[0], f"{isa}, {threads} threads")
@@ -55,7 +65,7 @@ def test_embedding_dequantises_and_scales(make_rig: MakeRig, format_: Format, sc
         b.kv(1, 8)
         return b.gather_sampled(b.embedding(b.weight("w", (50, 64)), scale=scale))
 
-    for isa, threads in VARIANTS:
+    for isa, threads in NATIVE_VARIANTS:
         rig = make_rig(NativeBackend(threads, isa), build, formats={"w": format_})
         rows = [49, 0, 17, 17, 31, 16]
         assert_same_bits(rig.rows(rows), np.float32(scale) * rig.value("w")[rows])

@@ -7,20 +7,19 @@ namespace octavo::OCTAVO_ISA {
 
 constexpr int64_t kMostPanels = 16;      // that a thread claims at once
 constexpr size_t kRowBlockBytes = 200000;  // of x, kept in L2 while a claim's panels pass over it
-constexpr int kUnpackRows = 2 * kRowTile;  // more rows than this repay unpacking a q4m panel first
 
-OCTAVO_INLINE PanelOut panel_out(const OctavoOp& op, int first_row, int64_t panel) {
+OCTAVO_INLINE PanelOut panel_out(const OctavoOp& op, int first_row, int rows, int64_t panel) {
   const int64_t column = panel * kPanel;
   return {op.out + static_cast<size_t>(first_row) * op.out_width + column,
-          static_cast<size_t>(op.out_width), op.bias ? op.bias + column : nullptr,
+          static_cast<size_t>(op.out_width), op.bias ? op.bias + column : nullptr, rows,
           static_cast<int>(smaller_of<int64_t>(kPanel, op.out_width - column))};
 }
 
 // Call f(panel, first row, rows) for each tile of the output this thread claims: rows in blocks
-// that stay in L2, then panels, then the block's tiles. `before_panel` runs once a block and panel.
-template <class BeforePanel, class F>
+// that stay in L2, then panels, then the block's tiles.
+template <class F>
 OCTAVO_INLINE void for_each_tile(const OctavoOp& op, int num_rows, size_t row_nbytes,
-                                 Worker& worker, BeforePanel before_panel, F f) {
+                                 Worker& worker, F f) {
   const int64_t panels = ceil_div(op.out_width, kPanel);
   const int64_t chunk = claim_chunk(panels, worker, kMostPanels);
   const int tiles_in_block = larger_of(1, static_cast<int>(kRowBlockBytes / (row_nbytes * kRowTile)));
@@ -29,7 +28,6 @@ OCTAVO_INLINE void for_each_tile(const OctavoOp& op, int num_rows, size_t row_nb
     for (int block_begin = 0; block_begin < num_rows; block_begin += block) {
       const int block_end = smaller_of(num_rows, block_begin + block);
       for (int64_t panel = range.begin; panel < range.end; ++panel) {
-        before_panel(panel);
         for (int row = block_begin; row < block_end; row += kRowTile) {
           f(panel, row, smaller_of(kRowTile, block_end - row));
         }
@@ -53,29 +51,30 @@ OCTAVO_INLINE TileRows<typename Kind::Quant> tile_rows(const QuantizedRows<Kind>
           from.sums + per_group};
 }
 
-// The formats whose tiles want nothing but a panel and quantised rows.
+// tile(Rows<R>, panel's blocks, groups, rows, where to)
 template <class Kind, class Block, class Tile>
 OCTAVO_INLINE void linear_quantized(const OctavoOp& op, const Step& step, Worker& worker, Tile tile) {
   const int num_rows = rows_of(op, step);
-  char* end;
-  const QuantizedRows<Kind> x(op.scratch, num_rows, op.in_width, &end);
+  const QuantizedRows<Kind> x(op.scratch, num_rows, op.in_width);
   const int groups = x.groups();
   quantize_rows(x, op.x, worker);
 
   const Block* weight = static_cast<const Block*>(op.weight);
-  for_each_tile(
-      op, num_rows, op.in_width * sizeof(typename Kind::Quant), worker, [](int64_t) {},
-      [&](int64_t panel, int row, int rows) {
-        with_rows<kRowTile>(rows, [&](auto r) {
-          tile(r, weight + panel * groups, groups, tile_rows(x, row), panel_out(op, row, panel));
-        });
-      });
+  for_each_tile(op, num_rows, op.in_width * sizeof(typename Kind::Quant), worker,
+                [&](int64_t panel, int row, int rows) {
+                  with_tile_rows(rows, [&](auto r) {
+                    tile(r, weight + panel * groups, groups, tile_rows(x, row),
+                         panel_out(op, row, rows, panel));
+                  });
+                });
 }
 
-static void linear_q4m(const OctavoOp& op, const Step& step, Worker& worker) {
-  linear_quantized<ForQ4m, Q4mBlock>(
+template <class Kind>
+OCTAVO_INLINE void linear_q4m(const OctavoOp& op, const Step& step, Worker& worker) {
+  using T = typename Kind::Quant;
+  linear_quantized<Kind, Q4mBlock>(
       op, step, worker,
-      [](auto r, const Q4mBlock* panel, int groups, TileRows<int16_t> rows, const PanelOut& to) {
+      [](auto r, const Q4mBlock* panel, int groups, const TileRows<T>& rows, const PanelOut& to) {
         q4m_tile<decltype(r)::value>(panel, groups, rows, to);
       });
 }
@@ -83,39 +82,25 @@ static void linear_q4m(const OctavoOp& op, const Step& step, Worker& worker) {
 static void linear_q8(const OctavoOp& op, const Step& step, Worker& worker) {
   linear_quantized<ForQ8, Q8Block>(
       op, step, worker,
-      [](auto r, const Q8Block* panel, int groups, TileRows<int16_t> rows, const PanelOut& to) {
-        q8_tile<decltype(r)::value>(panel, groups, rows, to);
+      [](auto r, const Q8Block* panel, int groups, const TileRows<int16_t>& rows,
+         const PanelOut& to) { q8_tile<decltype(r)::value>(panel, groups, rows, to); });
+}
+
+template <class Kind>
+OCTAVO_INLINE void linear_q4(const OctavoOp& op, const Step& step, Worker& worker) {
+  using T = typename Kind::Quant;
+  linear_quantized<Kind, Q4Block>(
+      op, step, worker,
+      [](auto r, const Q4Block* panel, int groups, const TileRows<T>& rows, const PanelOut& to) {
+        q4_tile<decltype(r)::value>(panel, groups, rows, to);
       });
 }
 
-static void linear_q4m_rough(const OctavoOp& op, const Step& step, Worker& worker) {
-  const int num_rows = rows_of(op, step);
-  char* end;
-  const QuantizedRows<RoughForQ4m> x(op.scratch, num_rows, op.in_width, &end);
-  const int groups = x.groups();
-  quantize_rows(x, op.x, worker);
-
-  const bool unpack = num_rows > kUnpackRows;
-  const size_t unpacked_nbytes = static_cast<size_t>(groups) * kUnpackedBlock;
-  uint8_t* unpacked = reinterpret_cast<uint8_t*>(end) + worker.thread * unpacked_nbytes;
-  const Q4mBlock* weight = static_cast<const Q4mBlock*>(op.weight);
-  for_each_tile(
-      op, num_rows, op.in_width * sizeof(int8_t), worker,
-      [&](int64_t panel) {
-        if (unpack) unpack_panel(weight + panel * groups, groups, unpacked);
-      },
-      [&](int64_t panel, int row, int rows) {
-        with_rows<kRowTile>(rows, [&](auto r) {
-          constexpr int R = decltype(r)::value;
-          const Q4mBlock* blocks = weight + panel * groups;
-          const PanelOut to = panel_out(op, row, panel);
-          if (unpack) {
-            q4m_rough_tile<R, true>(blocks, unpacked, groups, tile_rows(x, row), to);
-          } else {
-            q4m_rough_tile<R, false>(blocks, nullptr, groups, tile_rows(x, row), to);
-          }
-        });
-      });
+static void linear_q8g16(const OctavoOp& op, const Step& step, Worker& worker) {
+  linear_quantized<ForQ8, Q8g16Block>(
+      op, step, worker,
+      [](auto r, const Q8g16Block* panel, int groups, const TileRows<int16_t>& rows,
+         const PanelOut& to) { q8g16_tile<decltype(r)::value>(panel, groups, rows, to); });
 }
 
 template <class Plain>
@@ -124,21 +109,24 @@ OCTAVO_INLINE void linear_plain(const OctavoOp& op, const Step& step, Worker& wo
   const size_t width = op.in_width;
   const Plain* weight = static_cast<const Plain*>(op.weight);
   for_each_tile(
-      op, num_rows, width * sizeof(float), worker, [](int64_t) {},
-      [&](int64_t panel, int row, int rows) {
-        with_rows<kRowTile>(rows, [&](auto r) {
+      op, num_rows, width * sizeof(float), worker, [&](int64_t panel, int row, int rows) {
+        with_tile_rows(rows, [&](auto r) {
           plain_tile<decltype(r)::value>(weight + panel * width * kPanel, op.in_width,
-                                         op.x + row * width, panel_out(op, row, panel));
+                                         op.x + row * width, panel_out(op, row, rows, panel));
         });
       });
 }
 
 static void linear(const OctavoOp& op, const Step& step, Worker& worker) {
   switch (op.format) {
+    case OCTAVO_FORMAT_Q4:
+      return op.activation_bits == 8 ? linear_q4<RoughForQ4>(op, step, worker)
+                                     : linear_q4<ForQ4>(op, step, worker);
     case OCTAVO_FORMAT_Q4M:
-      return op.activation_bits == 8 ? linear_q4m_rough(op, step, worker)
-                                     : linear_q4m(op, step, worker);
+      return op.activation_bits == 8 ? linear_q4m<RoughForQ4m>(op, step, worker)
+                                     : linear_q4m<ForQ4m>(op, step, worker);
     case OCTAVO_FORMAT_Q8: return linear_q8(op, step, worker);
+    case OCTAVO_FORMAT_Q8G16: return linear_q8g16(op, step, worker);
     case OCTAVO_FORMAT_F16: return linear_plain<Half>(op, step, worker);
     case OCTAVO_FORMAT_BF16: return linear_plain<Bf16>(op, step, worker);
     default: return linear_plain<float>(op, step, worker);

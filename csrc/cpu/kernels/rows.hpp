@@ -7,6 +7,12 @@ namespace octavo::OCTAVO_ISA {
 
 // -- embedding ----------------------------------------------------------------------------------
 
+// The 4-bit integer of output `lane` and input k, in a row of quants that holds k.
+OCTAVO_INLINE int nibble_of(const uint8_t* quants, int lane, int k) {
+  const uint8_t both = quants[lane * 4 + k % 4];
+  return k % 8 < 4 ? both & 15 : both >> 4;
+}
+
 // Dequantise row n of a q4m weight: lane n % 16 of panel n / 16.
 OCTAVO_INLINE void read_row(const Q4mBlock* weight, int n, int width, float* out) {
   const int groups = width / kGroup;
@@ -14,10 +20,20 @@ OCTAVO_INLINE void read_row(const Q4mBlock* weight, int n, int width, float* out
   const Q4mBlock* panel = weight + static_cast<size_t>(n / kPanel) * groups;
   for (int k = 0; k < width; ++k) {
     const Q4mBlock& block = panel[k / kGroup];
-    const uint8_t both = block.quants[k % kGroup / 4][lane % 8 * 4 + k % 4];
-    const int quant = lane < 8 ? both & 15 : both >> 4;
+    const int quant = nibble_of(block.quants[k % kGroup / 8], lane, k);
     const float scaled = to_float(block.scales[lane]) * static_cast<float>(quant);
     out[k] = scaled + to_float(block.mins[lane]);
+  }
+}
+
+OCTAVO_INLINE void read_row(const Q4Block* weight, int n, int width, float* out) {
+  const int groups = width / kGroup;
+  const int lane = n % kPanel;
+  const Q4Block* panel = weight + static_cast<size_t>(n / kPanel) * groups;
+  for (int k = 0; k < width; ++k) {
+    const Q4Block& block = panel[k / kGroup];
+    const int quant = nibble_of(block.quants[k % kGroup / 8], lane, k) - 8;
+    out[k] = to_float(block.scales[lane]) * static_cast<float>(quant);
   }
 }
 
@@ -29,6 +45,17 @@ OCTAVO_INLINE void read_row(const Q8Block* weight, int n, int width, float* out)
     const Q8Block& block = panel[k / kGroup];
     const int quant = block.quants[k % kGroup / 2][lane * 2 + k % 2];
     out[k] = to_float(block.scales[lane]) * static_cast<float>(quant);
+  }
+}
+
+OCTAVO_INLINE void read_row(const Q8g16Block* weight, int n, int width, float* out) {
+  const int groups = width / kGroup;
+  const int lane = n % kPanel;
+  const Q8g16Block* panel = weight + static_cast<size_t>(n / kPanel) * groups;
+  for (int k = 0; k < width; ++k) {
+    const Q8g16Block& block = panel[k / kGroup];
+    const int quant = block.quants[k % kGroup / 2][lane * 2 + k % 2];
+    out[k] = to_float(block.scales[k % kGroup / 16][lane]) * static_cast<float>(quant);
   }
 }
 
@@ -55,7 +82,9 @@ OCTAVO_INLINE void embed(const OctavoOp& op, const Step& step, Worker& worker) {
 static void embedding(const OctavoOp& op, const Step& step, Worker& worker) {
   switch (op.format) {
     case OCTAVO_FORMAT_Q4M: return embed<Q4mBlock>(op, step, worker);
+    case OCTAVO_FORMAT_Q4: return embed<Q4Block>(op, step, worker);
     case OCTAVO_FORMAT_Q8: return embed<Q8Block>(op, step, worker);
+    case OCTAVO_FORMAT_Q8G16: return embed<Q8g16Block>(op, step, worker);
     case OCTAVO_FORMAT_F16: return embed<Half>(op, step, worker);
     case OCTAVO_FORMAT_BF16: return embed<Bf16>(op, step, worker);
     default: return embed<float>(op, step, worker);

@@ -173,7 +173,7 @@ class ProgramBuilder:
             if bias.shape != (weight.shape[0],):
                 raise ProgramError(f"bias {bias} {bias.shape} does not fit {weight} {weight.shape}")
         out = self._buf((x.rows, weight.shape[0]))
-        bits = self._activation_bits if weight.format is Format.Q4M else None
+        bits = self._activation_bits if weight.format.is_4_bit else None
         return self._emit(Linear(out=out, x=x, weight=weight, bias=bias, activation_bits=bits))
 
     def qk_norm(

@@ -268,7 +268,7 @@ class Op:
 class Embedding(Op):
     """out[t, :] = scale * dequantised W[token_ids[t], :].   out [T, K] f32, W [vocab, K].
 
-    Dequantisation rounds as f32: q4m d * q + m (two roundings), q8 d * q.
+    Dequantisation rounds as f32: q4m d * q + m (two roundings); q4 d * (q - 8) and q8, q8g16 d * q are exact.
     """
 
     weight: Weight
@@ -323,11 +323,14 @@ class Linear(Op):
     q4m      x is quantised per row and group of 32: s = max|x| / top, i = rint(x * (top / max|x|))
              (s = 0 and i = 0 in a group of zeros), c = s * sum(i); top as `activation_top` says.
              For each group in order: acc = fma(float(sum_k q*i), d * s, acc); acc = fma(m, c, acc).
+    q4       likewise with q - 8 for q, and without m.
     q8       likewise, without m.
+    q8g16    likewise, without m, but a group's two halves of 16 have scales d of their own, and acc takes
+             them in order.
     Then acc + bias. rint rounds half to even; all products and quotients above round as f32. A group's
     integer sums stay below 2**24, so their conversion to f32 is exact.
 
-    activation_bits: with q4m, 16 or 8: half the work and a rougher answer.
+    activation_bits: with q4 and q4m, 16 or 8: half the work and a rougher answer.
     """
 
     x: Buf
@@ -339,7 +342,7 @@ class Linear(Op):
     @property
     def activation_top(self) -> int:
         """The largest integer that a quantised activation becomes."""
-        if self.weight.format is Format.Q8:
+        if self.weight.format in (Format.Q8, Format.Q8G16):
             return 4095
         return 127 if self.activation_bits == 8 else 32767
 

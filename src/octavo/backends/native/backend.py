@@ -46,7 +46,7 @@ _ROWS = {Dim.TOKENS: RowsCode.TOKENS, Dim.SEQS: RowsCode.SEQS, Dim.SAMPLED: Rows
 class NativeBackend:
     """Runs programs on the CPU with `num_threads` threads, the caller of `run` being one of them.
 
-    isa: "auto" (by CPUID), "scalar" or "avx2"; all give the same bits.
+    isa: "auto" (by CPUID), "scalar", "avx2" or "avx512"; all give the same bits.
     Raises ConfigError if the library is missing or this CPU lacks the ISA.
     """
 
@@ -74,7 +74,7 @@ class NativeBackend:
 
     @property
     def isa(self) -> str:
-        """Which kernels run: "scalar" or "avx2"."""
+        """Which kernels run: "scalar", "avx2" or "avx512"."""
         return str(self._library.octavo_isa(self._require_context()).decode())
 
     def pack_weight(self, weight: Weight, parts: list[WeightRows], out: torch.Tensor) -> None:

@@ -28,6 +28,7 @@ class Isa(enum.IntEnum):
     AUTO = 0
     SCALAR = 1
     AVX2 = 2
+    AVX512 = 3
 
 
 class FormatCode(enum.IntEnum):
@@ -38,6 +39,8 @@ class FormatCode(enum.IntEnum):
     Q8 = 2
     F16 = 3
     BF16 = 4
+    Q4 = 5
+    Q8G16 = 6
 
 
 class DTypeCode(enum.IntEnum):

@@ -20,12 +20,13 @@ from octavo.program.ir import (
     Weight,
 )
 from octavo.program.planner import ALIGNMENT, Kernel, Limits, Unserved
-from octavo.quantization.formats import GROUP, Format
+from octavo.quantization.formats import GROUP
 
 PANEL = 16  # outputs of a weight panel
 LANES = 8
 QUERY_TILE = 16  # query tokens of an attention work item
 KV_TILE = 64
+_MOST_PADDED_ROWS = 4  # of the quantised rows of linear's last tile
 _F32 = 4
 
 
@@ -53,7 +54,7 @@ class NativeKernelTable:
                 _require_lanes("rows", op.out.width)
                 return Kernel(op.kind)
             case Linear():
-                rough = op.weight.format is Format.Q4M and op.activation_bits == 8
+                rough = op.weight.format.is_4_bit and op.activation_bits == 8
                 name = f"linear_{op.weight.format}{'_a8' if rough else ''}"
                 return Kernel(name, self._linear_scratch(op, limits, rough=rough))
             case RotaryStoreKV():
@@ -84,13 +85,12 @@ class NativeKernelTable:
         return rows * (width // GROUP) * weight.format.group_nbytes
 
     def _linear_scratch(self, op: Linear, limits: Limits, *, rough: bool) -> int:
-        """Quantised rows, their scales and sums; for int8 ones, a panel's unpacked nibbles per thread."""
+        """Quantised rows, their scales and sums."""
         if not op.weight.format.quantized:
             return 0
-        rows, width = limits.of(op.x.rows), op.x.width
-        element, unpacked = (1, PANEL * width) if rough else (2, 0)
+        rows, width = limits.of(op.x.rows) + _MOST_PADDED_ROWS, op.x.width
         per_group = _align(rows * (width // GROUP) * _F32)
-        return _align(rows * width * element) + 2 * per_group + self._num_threads * unpacked
+        return _align(rows * width * (1 if rough else 2)) + 2 * per_group
 
     def _attention_scratch(self, kv: KV, q_heads: int) -> int:
         """Per thread: queries, partial and total results of an item's rows, and a KV tile as f32."""

@@ -42,7 +42,7 @@ from octavo.program.ir import (
 )
 from octavo.program.planner import SealedProgram
 from octavo.quantization.conversion import pieces
-from octavo.quantization.formats import GROUP, NATIVE_TYPES, Format
+from octavo.quantization.formats import NATIVE_TYPES, Format
 from octavo.quantization.packing import Groups, unpack_groups
 
 _DTYPES = {Format.F16: torch.float16, Format.BF16: torch.bfloat16}
@@ -220,7 +220,7 @@ class TorchBackend:
     def _embedding(self, op: Embedding, step: _Step) -> None:
         weight = self._weights[op.weight.id]
         if isinstance(weight, QuantizedWeight):
-            rows = weight.q[step.token_ids].float().view(step.num_tokens, -1, GROUP)
+            rows = weight.q[step.token_ids].float().view(step.num_tokens, weight.d.shape[1], -1)
             rows = rows * weight.d[step.token_ids][:, :, None]
             if weight.m is not None:
                 rows = rows + weight.m[step.token_ids][:, :, None]
@@ -321,9 +321,9 @@ def _write_groups(target: QuantizedWeight, groups: Groups, start: int, stop: int
 def _quantized_views(weight: Weight, memory: torch.Tensor) -> QuantizedWeight:
     """[q int8 | d f32 | m f32 if any] in one piece of memory."""
     n, k = weight.shape
-    groups = n * k // GROUP
     q = memory[: n * k].view(torch.int8).view(n, k)
     scales = memory[n * k :].view(torch.float32)
-    d = scales[:groups].view(n, -1)
-    m = scales[groups:].view(n, -1) if weight.format is Format.Q4M else None
+    if weight.format is not Format.Q4M:
+        return QuantizedWeight(weight.format, q, scales.view(n, -1), None)
+    d, m = scales.view(2, n, -1)
     return QuantizedWeight(weight.format, q, d, m)
