@@ -50,6 +50,7 @@ bench: $(STAMP)  ## Benchmarks; the last line of each is JSON
 	$(BIN)/python benchmarks/context.py
 	$(BIN)/python benchmarks/frontend.py
 	$(BIN)/python benchmarks/ops.py
+	$(BIN)/python benchmarks/growth.py
 	$(BIN)/python benchmarks/compare.py
 
 docs: $(STAMP)  ## Make the generated pages of docs/ anew

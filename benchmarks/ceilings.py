@@ -49,6 +49,11 @@ class Ceilings:
             activation_bits
         ]
 
+    def or_higher(self, other: Ceilings) -> Ceilings:
+        """The higher of two measurements, each: others on the same machine come and go."""
+        pairs = zip(asdict(self).items(), asdict(other).values(), strict=True)
+        return Ceilings(**{name: max(mine, theirs) for (name, mine), theirs in pairs})
+
     def table(self) -> Table:
         """For people."""
         table = Table(*asdict(self), title="ceilings: 10^9 multiply-adds, and 10^9 bytes, a second")
@@ -68,9 +73,9 @@ def measure(threads: int) -> Ceilings:
     return Ceilings(**macs, dram=dram(threads), l3=l3(threads))
 
 
-def dram(threads: int) -> float:
+def dram(threads: int, windows: int = WINDOWS) -> float:
     """10^9 bytes a second, read from memory."""
-    return _reads(threads, DRAM_BYTES // threads)
+    return _reads(threads, DRAM_BYTES // threads, windows)
 
 
 def l3(threads: int) -> float:
@@ -84,8 +89,8 @@ def l3(threads: int) -> float:
     return _reads(threads, each) if each > 2 * own else 0.0
 
 
-def _reads(threads: int, nbytes: int) -> float:
-    return float(_library().ceiling_reads(threads, nbytes, WINDOWS, WINDOW_SECONDS)) / 1e9
+def _reads(threads: int, nbytes: int, windows: int = WINDOWS) -> float:
+    return float(_library().ceiling_reads(threads, nbytes, windows, WINDOW_SECONDS)) / 1e9
 
 
 @functools.cache

@@ -3,7 +3,8 @@
 linear in each format, with shapes of SmolLM2 (135M) and of a Llama of 8B, on 1 to 512 rows; the head; norms
 and the activation. A kernel's share of the ceiling is the time that its multiply-adds would take with the
 CPU's best instruction for their width, or its weights from memory, whichever is longer, over the time that it
-takes. Ops without matrices are beside the last cache. Times are the best of --repeats.
+takes. Memory, which a virtual machine shares with its neighbours, is measured again before each matrix. Ops
+without matrices are beside the last cache. Times are the best of --repeats.
 
 The last line of standard output is JSON.
 """
@@ -15,7 +16,7 @@ import itertools
 import json
 import platform
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -44,21 +45,45 @@ MAX_HEAD_ROWS = 32
 ROWS = (1, 8, 32, 128, 512)
 WIDTH, WIDE = 576, 1536  # columns of rows without a matrix: hidden, intermediate
 ROW_COPIES = 64
+DRAM_WINDOWS = 6
 TABLE_WIDTH = 140  # of tables in a file
 
 
 @dataclass(frozen=True)
-class Result:
-    """One kernel on one number of rows."""
+class Timed:
+    """One kernel on one number of rows.
+
+    nbytes: the weight's, or those of the rows where there is none. bits: of activations as they are
+    multiplied. dram: 10^9 bytes a second, right before.
+    """
 
     kernel: str
     shape: str
     rows: int
-    us: float
-    gmac_per_s: float
-    gb_per_s: float
-    bound: str
-    of_ceiling: float
+    seconds: float
+    macs: int
+    nbytes: int
+    bits: int = 32
+    dram: float = 0.0
+
+    def result(self, top: Ceilings) -> dict[str, Any]:
+        """Beside the ceilings."""
+        if self.macs:
+            floors = {"arithmetic": self.macs / top.macs(self.bits), "memory": self.nbytes / self.dram}
+        else:
+            floors = {"cache": self.nbytes / (top.l3 or top.dram)}
+        bound = max(floors, key=lambda name: floors[name])
+        return {
+            "kernel": self.kernel,
+            "shape": self.shape,
+            "rows": self.rows,
+            "us": round(1e6 * self.seconds, 1),
+            "gmac_per_s": round(1e-9 * self.macs / self.seconds, 1),
+            "gb_per_s": round(1e-9 * self.nbytes / self.seconds, 1),
+            "bound": bound,
+            "dram_gb_per_s": round(self.dram, 1),
+            "of_ceiling": round(1e-9 * floors[bound] / self.seconds, 3),
+        }
 
 
 def activation_bits(format_: Format) -> tuple[int, ...]:
@@ -84,7 +109,7 @@ def linear(backend: NativeBackend, format_: Format, bits: int, shape: str, mib: 
     )  # fmt: skip
 
 
-def matrices(backend: NativeBackend, args: argparse.Namespace, top: Ceilings) -> Iterator[Result]:
+def matrices(backend: NativeBackend, args: argparse.Namespace) -> Iterator[Timed]:
     """linear, in every format and shape."""
     for format_ in args.formats:
         for bits, shape in itertools.product(activation_bits(format_), SHAPES):
@@ -92,20 +117,14 @@ def matrices(backend: NativeBackend, args: argparse.Namespace, top: Ceilings) ->
                 continue  # of a file that is quantised, as most are
             bench = linear(backend, format_, bits, shape, args.mib)
             columns, outputs = SHAPES[shape]
-            for rows in ROWS:
-                if rows > bench.max_rows:
-                    continue
+            dram = ceilings.dram(args.threads, DRAM_WINDOWS)
+            for rows in (rows for rows in ROWS if rows <= bench.max_rows):
                 seconds = min(bench.run(rows) for _ in range(args.repeats))
-                macs, nbytes = rows * columns * outputs / 1e9, bench.weight_nbytes / 1e9
-                times = {"arithmetic": macs / top.macs(bits), "memory": nbytes / top.dram}
-                bound = max(times, key=lambda name: times[name])
-                yield Result(
-                    bench.kernel, shape, rows, 1e6 * seconds, macs / seconds, nbytes / seconds, bound,
-                    times[bound] / seconds,
-                )  # fmt: skip
+                macs = rows * columns * outputs
+                yield Timed(bench.kernel, shape, rows, seconds, macs, bench.weight_nbytes, bits, dram)
 
 
-def rowwise(backend: NativeBackend, args: argparse.Namespace, top: Ceilings) -> Iterator[Result]:
+def rowwise(backend: NativeBackend, args: argparse.Namespace) -> Iterator[Timed]:
     """Ops without matrices: their rows are read and written, in the caches."""
 
     def norm(b: ProgramBuilder, x: Buf, i: int) -> Buf:
@@ -121,23 +140,21 @@ def rowwise(backend: NativeBackend, args: argparse.Namespace, top: Ceilings) -> 
     for emit, columns, floats in ops:
         bench = OpBench(backend, columns, ROW_COPIES, emit)
         for rows in ROWS:
-            seconds = min(bench.run(rows) for _ in range(args.repeats))
-            speed = 4e-9 * rows * floats / seconds
-            share = speed / top.l3 if top.l3 else 0.0
-            yield Result(bench.kernel, f"{columns}", rows, 1e6 * seconds, 0.0, speed, "last cache", share)
+            seconds = min(bench.run(rows) for _ in range(10 * args.repeats))  # they are short
+            yield Timed(bench.kernel, f"{columns}", rows, seconds, 0, 4 * rows * floats)
 
 
-def table_of(results: list[Result]) -> Table:
+def table_of(results: list[dict[str, Any]]) -> Table:
     """A line a kernel and shape, a column a number of rows."""
     table = Table("kernel", "shape", title="best of the repeats, and its share of the ceiling")
     for rows in ROWS:
         table.add_column(f"{rows} rows" if rows > 1 else "1 row", justify="right")
-    for (kernel, shape), group in itertools.groupby(results, lambda each: (each.kernel, each.shape)):
+    for (kernel, shape), group in itertools.groupby(results, lambda each: (each["kernel"], each["shape"])):
         cells = []
         for each in group:
-            arithmetic = each.bound == "arithmetic"
-            speed = f"{each.gmac_per_s:.0f} GMAC/s" if arithmetic else f"{each.gb_per_s:.0f} GB/s"
-            cells.append(f"{speed} {each.of_ceiling:4.0%}")
+            arithmetic = each["bound"] == "arithmetic"
+            speed = f"{each['gmac_per_s']:.0f} GMAC/s" if arithmetic else f"{each['gb_per_s']:.0f} GB/s"
+            cells.append(f"{speed} {each['of_ceiling']:4.0%}")
         table.add_row(kernel, shape, *cells)
     return table
 
@@ -156,14 +173,15 @@ def main() -> None:
     console.width = max(console.width, TABLE_WIDTH)
     backend = NativeBackend(args.threads, args.isa)
     top = ceilings.measure(args.threads)
-    console.print(top.table())
-    results = []
+    timed = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("", total=None)
-        for each in itertools.chain(rowwise(backend, args, top), matrices(backend, args, top)):
-            results.append(each)
+        for each in itertools.chain(rowwise(backend, args), matrices(backend, args)):
+            timed.append(each)
             progress.update(task, description=f"{each.kernel}, {each.shape}", advance=1)
-    console.print(table_of(results))
+    top = top.or_higher(ceilings.measure(args.threads))
+    results = [each.result(top) for each in timed]
+    console.print(top.table(), table_of(results))
     result = {
         "benchmark": "ops",
         "cpu": cpu.name(),
@@ -172,14 +190,9 @@ def main() -> None:
         "python": platform.python_version(),
         "repeats": args.repeats,
         "ceilings": top.rounded(),
-        "ops": [rounded(each) for each in results],
+        "ops": results,
     }
     print(json.dumps(result))
-
-
-def rounded(each: Result) -> dict[str, Any]:
-    """For JSON."""
-    return {k: round(v, 3) if isinstance(v, float) else v for k, v in asdict(each).items()}
 
 
 if __name__ == "__main__":
