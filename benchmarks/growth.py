@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -30,7 +29,7 @@ from octavo.config.resolve import resolve
 from octavo.platforms import cpu
 from octavo.program.ir import BLOCK_SIZE, Linear
 from octavo.program.pricing import OpCost, StepShape, price
-from steps import step
+from steps import step, write_kv
 
 MODEL = "smollm2-135m-instruct"
 BATCHES = (8, 16, 24, 32, 48, 64, 96, 128)
@@ -72,8 +71,7 @@ class Curve:
 
 
 def make_runner(args: argparse.Namespace) -> ModelRunner:
-    """A runner with KV for the largest step, all of it written: memory that nobody wrote is one page of
-    zeros, which a cache holds."""
+    """A runner with KV for the largest step."""
     settings = {
         "activation_bits": args.activation_bits,
         "backend": "native",
@@ -83,8 +81,7 @@ def make_runner(args: argparse.Namespace) -> ModelRunner:
     runner = ModelRunner(MODEL, resolve(settings).config)
     per_sequence = [(b, BATCHES_CONTEXT) for b in BATCHES] + [(CONTEXTS_BATCH, c) for c in CONTEXTS]
     runner.load(max(b * (c // BLOCK_SIZE + 1) for b, c in per_sequence))
-    page = torch.randn(runner.program.page_nbytes // 2).to(torch.float16).view(torch.uint8)
-    runner.memory.kv.copy_(page.expand_as(runner.memory.kv))
+    write_kv(runner)
     return runner
 
 
@@ -161,7 +158,6 @@ def main() -> None:
     runner = make_runner(args)
     with Progress(console=console, transient=True) as progress:
         curves = measure(runner, top, args.repeats, progress)
-    runner.close()
     reports = [curve.report() for curve in curves]
     table = Table("over", "fixed", "a, ms", "b, us", "floor's b, us", "b / floor's", "residual")
     for report in reports:
@@ -181,6 +177,7 @@ def main() -> None:
         "ceilings": top.rounded(),
         "curves": reports,
     }
+    runner.close()
     print(json.dumps(result))
 
 
