@@ -12,6 +12,7 @@ constexpr int kBlockTokens = 16; // tokens of a KV block
 constexpr int kTile = 64;        // KV positions that attention reduces at a time
 constexpr int kSplit = 512;      // KV positions that are reduced apart and merged in order
 constexpr size_t kAlignment = 64;
+constexpr int kExpertTokens = 512;  // tokens whose experts are worked on together
 constexpr int kMostPaddedRows = 4;  // that a kernel adds to the quantised rows of linear's last tile
 
 struct Half {

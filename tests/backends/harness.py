@@ -341,6 +341,8 @@ class Heads:
     dim: int = 16
     window: int | None = None
     rotary_dim: int | None = None  # None: all of dim
+    softcap: float | None = None
+    sinks: bool = False
 
     @property
     def qkv_width(self) -> int:
@@ -353,7 +355,8 @@ def attention_layer(b: ProgramBuilder, qkv: Buf, heads: Heads, max_positions: in
     kv = b.kv(heads.kv, heads.dim, window=heads.window)
     rope = b.rope_table(inv_freq(heads.rotary_dim or heads.dim), max_positions)
     q = b.rotary_store_kv(qkv, kv, rope, q_heads=heads.q)
-    return b.attention(q, kv, q_heads=heads.q, scale=heads.dim**-0.5)
+    sinks = b.weight("sinks", (heads.q,)) if heads.sinks else None
+    return b.attention(q, kv, q_heads=heads.q, scale=heads.dim**-0.5, softcap=heads.softcap, sinks=sinks)
 
 
 def attention_only(heads: Heads, rows: int, max_positions: int) -> Callable[[ProgramBuilder], Buf]:

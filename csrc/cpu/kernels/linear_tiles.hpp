@@ -141,8 +141,8 @@ OCTAVO_UNROLL(12)
 
 // T: int16_t or int8_t, what activations were quantised to.
 template <int R, class T>
-OCTAVO_INLINE void q4m_tile(const Q4mBlock* panel, int groups, TileRows<T> rows,
-                            const PanelOut& to) {
+OCTAVO_INLINE void quantized_tile(const Q4mBlock* panel, int groups, TileRows<T> rows,
+                                  const PanelOut& to) {
   F32x16 acc[R];
   clear(acc);
   for (int group = 0; group < groups; ++group) {
@@ -159,8 +159,8 @@ OCTAVO_INLINE void q4m_tile(const Q4mBlock* panel, int groups, TileRows<T> rows,
 
 // q - 8 for q: sum_k (q - 8) * i = sum_k q * i - 8 * sum_k i, in integers.
 template <int R, class T>
-OCTAVO_INLINE void q4_tile(const Q4Block* panel, int groups, TileRows<T> rows,
-                           const PanelOut& to) {
+OCTAVO_INLINE void quantized_tile(const Q4Block* panel, int groups, TileRows<T> rows,
+                                  const PanelOut& to) {
   F32x16 acc[R];
   clear(acc);
   for (int group = 0; group < groups; ++group) {
@@ -176,8 +176,8 @@ OCTAVO_INLINE void q4_tile(const Q4Block* panel, int groups, TileRows<T> rows,
 }
 
 template <int R>
-OCTAVO_INLINE void q8_tile(const Q8Block* panel, int groups, TileRows<int16_t> rows,
-                           const PanelOut& to) {
+OCTAVO_INLINE void quantized_tile(const Q8Block* panel, int groups, TileRows<int16_t> rows,
+                                  const PanelOut& to) {
   F32x16 acc[R];
   clear(acc);
   for (int group = 0; group < groups; ++group) {
@@ -193,8 +193,8 @@ OCTAVO_INLINE void q8_tile(const Q8Block* panel, int groups, TileRows<int16_t> r
 
 // Each half of a group has its own scale.
 template <int R>
-OCTAVO_INLINE void q8g16_tile(const Q8g16Block* panel, int groups, TileRows<int16_t> rows,
-                              const PanelOut& to) {
+OCTAVO_INLINE void quantized_tile(const Q8g16Block* panel, int groups, TileRows<int16_t> rows,
+                                  const PanelOut& to) {
   constexpr int kHalf = kGroup / 2;
   F32x16 acc[R];
   clear(acc);
