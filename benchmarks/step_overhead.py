@@ -1,9 +1,8 @@
 """What a step costs beside the model: scheduling, inputs, sampling and text, in this process.
 
-Decodes on the default model at several batch sizes, as greedy requests or with what is given to --temperature,
---top-k, --top-p, --min-p. Each number is the median over steps in which every request was given one token.
-"native" is the call that computes the logits; "overhead" is the step without it. The last line of standard
-output is JSON.
+Decodes on the default model at several batch sizes: greedily, or as --temperature, --top-k, --top-p and
+--min-p say. Each number is the median over steps in which every request was given one token. "native" is the
+call that computes the logits; "overhead" is the step without it. The last line of standard output is JSON.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.hpp"
+#include "choice.hpp"
 #include "linear.hpp"
 #include "rotary.hpp"
 #include "rows.hpp"
