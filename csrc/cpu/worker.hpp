@@ -6,6 +6,7 @@
 
 #include <stdint.h>
 
+#include "choice.hpp"
 #include "octavo.h"
 
 namespace octavo {
@@ -58,6 +59,7 @@ using Kernel = void (*)(const OctavoOp& op, const Step& step, Worker& worker);
 struct KernelSet {
   const char* isa;
   Kernel by_kind[OCTAVO_NUM_OP_KINDS];
+  ChoiceKernels choice;
 };
 
 const KernelSet& scalar_kernels();
