@@ -3,13 +3,15 @@
 
 #include "attention.hpp"
 #include "linear.hpp"
+#include "quantize_weights.hpp"
 #include "rotary.hpp"
 #include "rows.hpp"
 
 namespace octavo::OCTAVO_ISA {
 
-// In the order of OctavoOpKind.
+// In the order of OctavoOpKind, and what else is in a KernelSet.
 #define OCTAVO_ALL_KERNELS \
-  {embedding, rms_norm, add_rms_norm, linear, rotary_store_kv, attention, gated_silu, gather_rows}
+  {embedding, rms_norm, add_rms_norm, linear, rotary_store_kv, attention, gated_silu, gather_rows}, \
+  quantize_row
 
 }  // namespace octavo::OCTAVO_ISA

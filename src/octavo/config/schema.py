@@ -15,6 +15,7 @@ from octavo.errors import ConfigError
 
 BACKENDS = ("auto", "native", "torch")
 DTYPES = ("auto", "bf16", "f16", "f32")
+QUANTIZATIONS = ("none", "int8", "int4")
 KV_DTYPES = ("auto", "f16", "f32")
 POLICIES = ("fcfs", "priority")
 
@@ -35,6 +36,9 @@ class EngineConfig:
     backend: str = setting("auto", "native (C++), torch (reference), or auto: native where it was built.")
     dtype: str = setting(
         "auto", "Weights that are not quantised: bf16, f16, f32, or auto: as they are stored."
+    )
+    quantization: str = setting(
+        "none", "Quantise weights that are stored plain, as they are loaded: int8, int4, or none."
     )
     kv_dtype: str = setting("auto", "Element type of the KV cache: f16, f32, or auto: f16 on native.")
     activation_bits: int = setting(
@@ -60,6 +64,7 @@ class EngineConfig:
             _of_kind(field.name, getattr(self, field.name), type(field.default))
         _one_of("backend", self.backend, BACKENDS)
         _one_of("dtype", self.dtype, DTYPES)
+        _one_of("quantization", self.quantization, QUANTIZATIONS)
         _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         _one_of("policy", self.policy, POLICIES)
         if self.activation_bits not in (8, 16):
