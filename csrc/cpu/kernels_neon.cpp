@@ -7,7 +7,7 @@ namespace octavo {
 
 const KernelSet& neon_kernels() {
   using namespace neon;
-  static constexpr KernelSet kernels = {"neon", OCTAVO_ALL_KERNELS, OCTAVO_CHOICE_KERNELS};
+  static constexpr KernelSet kernels = {"neon", OCTAVO_ALL_KERNELS};
   return kernels;
 }
 

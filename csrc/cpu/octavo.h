@@ -173,6 +173,15 @@ typedef struct OctavoPackJob {
   void* packed;             /* the whole packed weight, 64-byte aligned, zeroed before its first part */
 } OctavoPackJob;
 
+/* Rows of K f32 weights to quantise. All are finite, and within the reach of f16 scales. */
+typedef struct OctavoQuantizeJob {
+  int32_t format;      /* Q4, Q4M or Q8 */
+  int32_t width;       /* K, a multiple of 32 */
+  int64_t num_rows;
+  const float* values; /* [num_rows, width] */
+  uint8_t* raw;        /* what octavo_pack reads of this format, [num_rows] */
+} OctavoQuantizeJob;
+
 OCTAVO_API int32_t octavo_version(void);
 
 /* A context with its thread team (the caller of octavo_run is thread 0 of it). NULL if this CPU
@@ -182,6 +191,7 @@ OCTAVO_API void octavo_destroy(OctavoContext* context);
 OCTAVO_API const char* octavo_isa(const OctavoContext* context);
 
 OCTAVO_API void octavo_pack(OctavoContext* context, const OctavoPackJob* job);
+OCTAVO_API void octavo_quantize(OctavoContext* context, const OctavoQuantizeJob* job);
 
 /* Keep a copy of the ops; everything they point at must outlive the context or the next bind. */
 OCTAVO_API void octavo_bind(OctavoContext* context, const OctavoOp* ops, int32_t num_ops,

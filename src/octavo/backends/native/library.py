@@ -220,6 +220,18 @@ class Choice(ctypes.Structure):
     ]
 
 
+class QuantizeJob(ctypes.Structure):
+    """OctavoQuantizeJob."""
+
+    _fields_ = [
+        ("format", _I32),
+        ("width", _I32),
+        ("num_rows", _I64),
+        ("values", _Pointer),
+        ("raw", _Pointer),
+    ]
+
+
 def load() -> ctypes.CDLL:
     """The library, its functions typed. Raises ConfigError with the reason if there is none."""
     library, reason = _try_load()
@@ -278,6 +290,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "octavo_destroy": (None, [context]),
         "octavo_isa": (ctypes.c_char_p, [context]),
         "octavo_pack": (None, [context, ctypes.POINTER(PackJob)]),
+        "octavo_quantize": (None, [context, ctypes.POINTER(QuantizeJob)]),
         "octavo_bind": (
             None,
             [
