@@ -19,6 +19,8 @@
 
 namespace octavo::OCTAVO_ISA {
 
+constexpr int kRouterBits = 16;  // of activations: a rougher router would choose other experts
+
 struct ExpertSlots {
   int32_t expert;
   int32_t first_slot;
@@ -273,7 +275,7 @@ static void moe_chunk(const OctavoOp& op, int first, int num_tokens, const MoESc
   const int most_groups = smaller_of(e.num_experts, num_pairs);
   const float* x = op.x + static_cast<size_t>(first) * op.in_width;
 
-  Product router = product_of(e.router_format, op.activation_bits, op.in_width, e.router, e.router_bias);
+  Product router = product_of(e.router_format, kRouterBits, op.in_width, e.router, e.router_bias);
   router.columns = e.num_experts;
   router.num_rows = num_tokens;
   router.x = x;
