@@ -6,6 +6,7 @@
 
 #include <stdint.h>
 
+#include "choice.hpp"
 #include "octavo.h"
 
 namespace octavo {
@@ -58,12 +59,17 @@ using Kernel = void (*)(const OctavoOp& op, const Step& step, Worker& worker);
 struct KernelSet {
   const char* isa;
   Kernel by_kind[OCTAVO_NUM_OP_KINDS];
+  ChoiceKernels choice;
 };
 
 const KernelSet& scalar_kernels();
 #if defined(OCTAVO_X86)
 const KernelSet& avx2_kernels();
 const KernelSet& avx512_kernels();
+#endif
+#if defined(OCTAVO_ARM64)
+const KernelSet& neon_kernels();
+const KernelSet& neon_dot_kernels();
 #endif
 
 }  // namespace octavo

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,12 +11,12 @@ from everywhere import Emit, MakeRig, on_torch, run_everywhere
 from harness import UNIT, F32Array, Rows, Seq, assert_same_bits, random_values, rowwise, stored
 
 from octavo.backends.native import library
-from octavo.backends.native.backend import NativeBackend, _OpWriter
+from octavo.backends.native.backend import NativeBackend
 from octavo.backends.native.table import EXPERT_TOKENS, NativeKernelTable
 from octavo.errors import BackendError, ProgramError
 from octavo.program.builder import ProgramBuilder
 from octavo.program.ir import Buf, DType, Op
-from octavo.program.planner import Kernel, Limits, PlannedOp, seal
+from octavo.program.planner import Kernel, Limits, seal
 from octavo.quantization.formats import Format
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="the native library is not built")
@@ -217,57 +216,6 @@ def test_experts_that_share_a_panel_are_declined(experts: Experts, reason: str) 
     program = builder.build(rowwise(experts.hidden, 8, experts.emit)(builder))
     with pytest.raises(ProgramError, match=reason):
         seal(program, Limits(8, 2, 8, 64), NativeKernelTable(1))
-
-
-def set_activation(desc: library.OpDesc) -> None:
-    desc.activation = 3
-
-
-def drop_experts(desc: library.OpDesc) -> None:
-    desc.experts = None
-
-
-def choose_none(desc: library.OpDesc) -> None:
-    desc.experts.contents.top_k = 0
-
-
-def choose_too_many(desc: library.OpDesc) -> None:
-    desc.experts.contents.top_k = 7
-
-
-def narrow(desc: library.OpDesc) -> None:
-    desc.experts.contents.width = 24
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (set_activation, "no activation 3 in this build"),
-        (drop_experts, "a moe without experts"),
-        (choose_none, "0 of 6 experts a token"),
-        (choose_too_many, "7 of 6 experts a token"),
-        (narrow, "experts of 24 and 64 rows, not multiples of 16"),
-    ],
-)
-def test_the_library_refuses_experts_it_cannot_walk(
-    make_rig: MakeRig,
-    monkeypatch: pytest.MonkeyPatch,
-    spoil: Callable[[library.OpDesc], None],
-    message: str,
-) -> None:
-    write = _OpWriter.write
-
-    def spoilt(writer: _OpWriter, planned: PlannedOp) -> library.OpDesc:
-        desc = write(writer, planned)
-        if planned.op.kind == "moe":
-            spoil(desc)
-        return desc
-
-    monkeypatch.setattr(_OpWriter, "write", spoilt)
-    backend = NativeBackend(1)
-    with pytest.raises(BackendError, match=message):
-        make_rig(backend, rowwise(64, 8, Experts().emit))
-    backend.close()
 
 
 class ShortTable(NativeKernelTable):

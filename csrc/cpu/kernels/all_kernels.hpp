@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.hpp"
+#include "choice.hpp"
 #include "gates.hpp"
 #include "linear.hpp"
 #include "moe.hpp"

@@ -19,8 +19,6 @@
 
 namespace octavo::OCTAVO_ISA {
 
-constexpr int kRouterBits = 16;  // of activations: a rougher router would choose other experts
-
 struct ExpertSlots {
   int32_t expert;
   int32_t first_slot;

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from octavo.backends.base import Backend, DeviceMemory, StepInputs, WeightRows
+from octavo.backends.base import Backend, ChoosesTokens, DeviceMemory, StepInputs, WeightRows
 from octavo.config.resolve import resolve
 from octavo.config.schema import ACTIVATION_BITS, EngineConfig
 from octavo.errors import (
@@ -40,6 +40,7 @@ from octavo.program.rope import cos_sin
 from octavo.quantization.formats import Format
 from octavo.runner import step_inputs
 from octavo.runner.request_states import RequestStates
+from octavo.sampling.choice import choose
 from octavo.sampling.logprobs import prompt_logprobs
 from octavo.sampling.sampler import SamplingRow, sample
 from octavo.weights.checkpoint import Checkpoint, naming, open_checkpoint
@@ -91,6 +92,7 @@ class ModelRunner(abc.ABC):
             self.backend.close()
             self.backend = self._choose_backend(dataclasses.replace(config, backend="torch"))
             self._plan(build, config)
+        self._choose = self.backend.choose if isinstance(self.backend, ChoosesTokens) else choose
         limits = self.sealed.limits
         try:
             self.inputs = StepInputs.allocate(limits, len(self.program.kv_groups))
@@ -206,7 +208,7 @@ class ModelRunner(abc.ABC):
             if step.samples:
                 rows.append(self._sampling_row(step.request_id, step.start + step.num_tokens))
                 values.append(next(unread))
-        sampled = sample(values, rows)
+        sampled = sample(values, rows, self._choose)
         for token in sampled:
             self.states.write_token(token.request_id, token.position, token.token_id)
         return ModelRunnerOutput(step=plan.step, sampled=sampled, prompt_logprobs=prompts)

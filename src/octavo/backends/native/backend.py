@@ -7,14 +7,16 @@ the logits). Errors of the library become BackendError here and nowhere else.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from octavo.backends.base import DeviceMemory, StepInputs, WeightRows
 from octavo.backends.native import library
+from octavo.backends.native.choosing import Chooser
 from octavo.backends.native.library import (
     ActivationCode,
     DTypeCode,
@@ -51,6 +53,7 @@ from octavo.program.ir import (
 from octavo.program.planner import ALIGNMENT, PlannedOp, SealedProgram
 from octavo.quantization.conversion import pieces
 from octavo.quantization.formats import Format
+from octavo.sampling_params import SamplingParams
 
 _FORMATS = {format_: FormatCode[format_.name] for format_ in Format}
 _DTYPES = {DType.F32: DTypeCode.F32, DType.F16: DTypeCode.F16}
@@ -61,7 +64,7 @@ _ROWS = {Dim.TOKENS: RowsCode.TOKENS, Dim.SEQS: RowsCode.SEQS, Dim.SAMPLED: Rows
 class NativeBackend:
     """Runs programs on the CPU with `num_threads` threads, the caller of `run` being one of them.
 
-    isa: "auto" (by CPUID), "scalar", "avx2" or "avx512"; all give the same bits.
+    isa: "auto" (the fastest this CPU runs) or the name of an `Isa`; all give the same bits.
     Raises ConfigError if the library is missing or this CPU lacks the ISA.
     """
 
@@ -86,6 +89,7 @@ class NativeBackend:
         self._status = library.Status()
         self._run = self._library.octavo_run
         self._bound: _Bound | None = None
+        self._chooser = Chooser(self._library)
 
     @property
     def isa(self) -> str:
@@ -150,6 +154,15 @@ class NativeBackend:
         self._check_status()
         assert self._bound is not None  # or the library had refused
         return self._bound.logits[:num_sampled]
+
+    def choose(
+        self,
+        logits: Sequence[npt.NDArray[np.float32]],
+        params: Sequence[SamplingParams],
+        positions: Sequence[int],
+    ) -> list[int]:
+        """See base.ChoosesTokens."""
+        return self._chooser.choose(self._require_context(), logits, params, positions)
 
     def close(self) -> None:
         """Stop threads. The backend is not used again."""

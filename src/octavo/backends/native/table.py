@@ -31,6 +31,7 @@ LANES = 8
 QUERY_TILE = 16  # query tokens of an attention work item
 KV_TILE = 64
 EXPERT_TOKENS = 512  # whose experts are worked on together
+_ROUTER_BITS = 16  # of a router's activations
 _MOST_PADDED_ROWS = 4  # of the quantised rows of a product's last tile
 _F32 = 4
 
@@ -105,7 +106,7 @@ class NativeKernelTable:
         elements = [chunk * -(-experts // PANEL) * PANEL, pairs, pairs, pairs, pairs, experts, 2, 3 * experts]
         elements += [2 * pairs, pairs * op.x.width, pairs * width, chunk * 2 * PANEL * self._num_threads]
         prepared = max(
-            _prepared_nbytes(op.router, 16, chunk, 1),
+            _prepared_nbytes(op.router, _ROUTER_BITS, chunk, 1),
             _prepared_nbytes(op.gate_up, op.activation_bits, pairs, groups),
             _prepared_nbytes(op.down, op.activation_bits, pairs, groups),
         )
