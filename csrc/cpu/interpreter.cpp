@@ -85,6 +85,24 @@ void run_ops(const void* argument, Worker& worker) {
   }
 }
 
+struct Choosing {
+  const OctavoContext* context;
+  OctavoChoice* choices;
+  int32_t num_choices;
+  int32_t width;
+  uint8_t* scratch;
+};
+
+void choose_rows(const void* argument, Worker& worker) {
+  const Choosing& work = *static_cast<const Choosing*>(argument);
+  const DefaultFloatEnvironment environment;
+  void* scratch = work.scratch + worker.thread * choice_scratch_nbytes(work.width);
+  for (Range range{}; claim(worker, work.num_choices, 1, &range);) {
+    choose_token(work.context->kernels.choice, &work.choices[range.begin], work.width, scratch);
+  }
+  end_phase(worker);
+}
+
 void count_query_tiles(OctavoContext* context) {
   const Step& step = context->step;
   int32_t* tiles = context->query_tiles.data();
@@ -149,6 +167,23 @@ void octavo_run(OctavoContext* context, int32_t num_tokens, int32_t num_seqs, in
   if (!octavo::check_step(*context, status)) return;
   octavo::count_query_tiles(context);
   context->team.run(octavo::run_ops, context);
+}
+
+int64_t octavo_choice_scratch(const OctavoContext* context, int32_t width) {
+  return context->team.size() * octavo::choice_scratch_nbytes(width);
+}
+
+void octavo_choose(OctavoContext* context, OctavoChoice* choices, int32_t num_choices, int32_t width,
+                   void* scratch) {
+  context->team.wait_idle();
+  const octavo::Choosing work = {context, choices, num_choices, width, static_cast<uint8_t*>(scratch)};
+  if (num_choices == 1) {  // not worth waking the others
+    const octavo::DefaultFloatEnvironment environment;
+    octavo::choose_token(context->kernels.choice, choices, width, scratch);
+  } else {
+    context->team.run(octavo::choose_rows, &work);
+    context->team.wait_idle();  // they read `work`
+  }
 }
 
 }  // extern "C"

@@ -27,6 +27,7 @@ _Pointer = ctypes.c_void_p
 _I32 = ctypes.c_int32
 _I64 = ctypes.c_int64
 _F32 = ctypes.c_float
+_F64 = ctypes.c_double
 
 
 class Isa(enum.IntEnum):
@@ -204,6 +205,33 @@ class PackJob(ctypes.Structure):
     ]
 
 
+class Choice(ctypes.Structure):
+    """OctavoChoice."""
+
+    _fields_ = [
+        ("logits", _Pointer),
+        ("seed", ctypes.c_uint64),
+        ("temperature", _F64),
+        ("top_p", _F64),
+        ("log_min_p", _F64),
+        ("top_k", _I32),
+        ("position", _I32),
+        ("token_id", _I32),
+    ]
+
+
+class QuantizeJob(ctypes.Structure):
+    """OctavoQuantizeJob."""
+
+    _fields_ = [
+        ("format", _I32),
+        ("width", _I32),
+        ("num_rows", _I64),
+        ("values", _Pointer),
+        ("raw", _Pointer),
+    ]
+
+
 def load() -> ctypes.CDLL:
     """The library, its functions typed. Raises ConfigError with the reason if there is none."""
     library, reason = _try_load()
@@ -262,6 +290,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "octavo_destroy": (None, [context]),
         "octavo_isa": (ctypes.c_char_p, [context]),
         "octavo_pack": (None, [context, ctypes.POINTER(PackJob)]),
+        "octavo_quantize": (None, [context, ctypes.POINTER(QuantizeJob)]),
         "octavo_bind": (
             None,
             [
@@ -274,6 +303,8 @@ def _declare(library: ctypes.CDLL) -> None:
             ],
         ),
         "octavo_run": (None, [context, _I32, _I32, _I32, ctypes.POINTER(Status)]),
+        "octavo_choose": (None, [context, ctypes.POINTER(Choice), _I32, _I32, _Pointer]),
+        "octavo_choice_scratch": (_I64, [context, _I32]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
