@@ -10,6 +10,11 @@
 #include "context.hpp"
 #include "layouts.hpp"
 
+#if defined(OCTAVO_ARM64)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 namespace octavo {
 
 namespace {
@@ -27,13 +32,18 @@ bool cpu_has(int32_t isa) {
            __builtin_cpu_supports("avx512vnni");
   }
 #endif
+#if defined(OCTAVO_ARM64)
+  if (isa == OCTAVO_ISA_NEON) return true;
+  if (isa == OCTAVO_ISA_NEON_DOT) return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#endif
   return false;
 }
 
 // The kernels of an ISA, or the fastest this CPU runs; null if it doesn't run them.
 const KernelSet* kernels_for(int32_t isa) {
   if (isa == OCTAVO_ISA_AUTO) {
-    for (const int32_t better : {OCTAVO_ISA_AVX512, OCTAVO_ISA_AVX2}) {
+    for (const int32_t better :
+         {OCTAVO_ISA_AVX512, OCTAVO_ISA_AVX2, OCTAVO_ISA_NEON_DOT, OCTAVO_ISA_NEON}) {
       if (cpu_has(better)) return kernels_for(better);
     }
     return &scalar_kernels();
@@ -43,6 +53,10 @@ const KernelSet* kernels_for(int32_t isa) {
 #if defined(OCTAVO_X86)
     case OCTAVO_ISA_AVX512: return &avx512_kernels();
     case OCTAVO_ISA_AVX2: return &avx2_kernels();
+#endif
+#if defined(OCTAVO_ARM64)
+    case OCTAVO_ISA_NEON_DOT: return &neon_dot_kernels();
+    case OCTAVO_ISA_NEON: return &neon_kernels();
 #endif
     default: return &scalar_kernels();
   }
@@ -69,6 +83,24 @@ void run_ops(const void* argument, Worker& worker) {
     context.kernels.by_kind[op.kind](op, context.step, worker);
     end_phase(worker);
   }
+}
+
+struct Choosing {
+  const OctavoContext* context;
+  OctavoChoice* choices;
+  int32_t num_choices;
+  int32_t width;
+  uint8_t* scratch;
+};
+
+void choose_rows(const void* argument, Worker& worker) {
+  const Choosing& work = *static_cast<const Choosing*>(argument);
+  const DefaultFloatEnvironment environment;
+  void* scratch = work.scratch + worker.thread * choice_scratch_nbytes(work.width);
+  for (Range range{}; claim(worker, work.num_choices, 1, &range);) {
+    choose_token(work.context->kernels.choice, &work.choices[range.begin], work.width, scratch);
+  }
+  end_phase(worker);
 }
 
 void count_query_tiles(OctavoContext* context) {
@@ -116,10 +148,12 @@ const char* octavo_isa(const OctavoContext* context) { return context->kernels.i
 void octavo_bind(OctavoContext* context, const OctavoOp* ops, int32_t num_ops,
                  const OctavoInputs* inputs, const OctavoLimits* limits, OctavoStatus* status) {
   context->team.wait_idle();
+  context->ops.clear();
+  status->code = OCTAVO_OK;
+  if (!octavo::check_limits(*limits, status)) return;
   context->ops.assign(ops, ops + num_ops);
   context->query_tiles.assign(limits->max_seqs + 1, 0);
   context->step = {0, 0, 0, *inputs, *limits, context->query_tiles.data()};
-  status->code = OCTAVO_OK;
   if (!octavo::check_program(*context, status)) context->ops.clear();
 }
 
@@ -133,6 +167,23 @@ void octavo_run(OctavoContext* context, int32_t num_tokens, int32_t num_seqs, in
   if (!octavo::check_step(*context, status)) return;
   octavo::count_query_tiles(context);
   context->team.run(octavo::run_ops, context);
+}
+
+int64_t octavo_choice_scratch(const OctavoContext* context, int32_t width) {
+  return context->team.size() * octavo::choice_scratch_nbytes(width);
+}
+
+void octavo_choose(OctavoContext* context, OctavoChoice* choices, int32_t num_choices, int32_t width,
+                   void* scratch) {
+  context->team.wait_idle();
+  const octavo::Choosing work = {context, choices, num_choices, width, static_cast<uint8_t*>(scratch)};
+  if (num_choices == 1) {  // not worth waking the others
+    const octavo::DefaultFloatEnvironment environment;
+    octavo::choose_token(context->kernels.choice, choices, width, scratch);
+  } else {
+    context->team.run(octavo::choose_rows, &work);
+    context->team.wait_idle();  // they read `work`
+  }
 }
 
 }  // extern "C"

@@ -14,7 +14,14 @@
 extern "C" {
 #endif
 
-enum OctavoIsa { OCTAVO_ISA_AUTO, OCTAVO_ISA_SCALAR, OCTAVO_ISA_AVX2, OCTAVO_ISA_AVX512 };
+enum OctavoIsa {
+  OCTAVO_ISA_AUTO,
+  OCTAVO_ISA_SCALAR,
+  OCTAVO_ISA_AVX2,
+  OCTAVO_ISA_AVX512,
+  OCTAVO_ISA_NEON,
+  OCTAVO_ISA_NEON_DOT
+};
 
 /* How a weight lies in memory (layouts.hpp). */
 enum OctavoFormat {
@@ -24,10 +31,11 @@ enum OctavoFormat {
   OCTAVO_FORMAT_F16,
   OCTAVO_FORMAT_BF16,
   OCTAVO_FORMAT_Q4,
-  OCTAVO_FORMAT_Q8G16
+  OCTAVO_FORMAT_Q8G16,
+  OCTAVO_NUM_FORMATS
 };
 
-enum OctavoDType { OCTAVO_DTYPE_F32, OCTAVO_DTYPE_F16 };
+enum OctavoDType { OCTAVO_DTYPE_F32, OCTAVO_DTYPE_F16, OCTAVO_NUM_DTYPES };
 
 /* Of gated activations: their contracts are in octavo/program/ir.py. */
 enum OctavoActivation {
@@ -142,6 +150,18 @@ typedef struct OctavoStatus {
 
 typedef struct OctavoContext OctavoContext;
 
+/* A row of logits to choose a token from: octavo/sampling/choice.py. */
+typedef struct OctavoChoice {
+  const float* logits;
+  uint64_t seed;
+  double temperature; /* 0 takes the likeliest token, whatever the fields below say */
+  double top_p;       /* 1 keeps all */
+  double log_min_p;   /* -infinity keeps all */
+  int32_t top_k;      /* 0 keeps all */
+  int32_t position;   /* of the new token */
+  int32_t token_id;   /* the result; where its logit is not finite, the row is not to be sampled from */
+} OctavoChoice;
+
 /* Rows of K weights to pack. */
 typedef struct OctavoPackJob {
   int32_t format;           /* OctavoFormat; pack.cpp says what `raw` is accordingly */
@@ -153,6 +173,15 @@ typedef struct OctavoPackJob {
   void* packed;             /* the whole packed weight, 64-byte aligned, zeroed before its first part */
 } OctavoPackJob;
 
+/* Rows of K f32 weights to quantise. All are finite, and within the reach of f16 scales. */
+typedef struct OctavoQuantizeJob {
+  int32_t format;      /* Q4, Q4M or Q8 */
+  int32_t width;       /* K, a multiple of 32 */
+  int64_t num_rows;
+  const float* values; /* [num_rows, width] */
+  uint8_t* raw;        /* what octavo_pack reads of this format, [num_rows] */
+} OctavoQuantizeJob;
+
 OCTAVO_API int32_t octavo_version(void);
 
 /* A context with its thread team (the caller of octavo_run is thread 0 of it). NULL if this CPU
@@ -162,6 +191,7 @@ OCTAVO_API void octavo_destroy(OctavoContext* context);
 OCTAVO_API const char* octavo_isa(const OctavoContext* context);
 
 OCTAVO_API void octavo_pack(OctavoContext* context, const OctavoPackJob* job);
+OCTAVO_API void octavo_quantize(OctavoContext* context, const OctavoQuantizeJob* job);
 
 /* Keep a copy of the ops; everything they point at must outlive the context or the next bind. */
 OCTAVO_API void octavo_bind(OctavoContext* context, const OctavoOp* ops, int32_t num_ops,
@@ -171,6 +201,12 @@ OCTAVO_API void octavo_bind(OctavoContext* context, const OctavoOp* ops, int32_t
 /* Run all ops on a step of this size. One thread at a time calls into a context. */
 OCTAVO_API void octavo_run(OctavoContext* context, int32_t num_tokens, int32_t num_seqs,
                            int32_t num_sampled, OctavoStatus* status);
+
+/* Choose a token for each row; rows have `width` logits, at least 1. scratch: aligned for doubles, as
+ * many bytes as octavo_choice_scratch says. */
+OCTAVO_API void octavo_choose(OctavoContext* context, OctavoChoice* choices, int32_t num_choices,
+                              int32_t width, void* scratch);
+OCTAVO_API int64_t octavo_choice_scratch(const OctavoContext* context, int32_t width);
 
 #ifdef __cplusplus
 }

@@ -20,6 +20,7 @@ from octavo import LLM, SamplingParams
 from octavo.messages import SampledToken
 from octavo.outputs import RequestOutput
 from octavo.runner import model_runner
+from octavo.sampling.choice import Choose
 from octavo.sampling.sampler import SamplingRow, sample
 
 VOCAB = 49152
@@ -79,11 +80,13 @@ class Trace:
 
 @contextmanager
 def _recorded(digests: dict[tuple[str, int], str]) -> Iterator[None]:
-    def recording_sample(logits: np.ndarray, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+    def recording_sample(
+        logits: np.ndarray, rows: Sequence[SamplingRow], choose: Choose
+    ) -> list[SampledToken]:
         for values, row in zip(logits, rows, strict=True):
             key, digest = (row.request_id, row.position), hashlib.sha256(values.tobytes()).hexdigest()
             assert digests.setdefault(key, digest) == digest, f"{key} was computed twice with other bits"
-        return sample(logits, rows)
+        return sample(logits, rows, choose)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "sample", recording_sample)

@@ -6,8 +6,9 @@ a backend is told where they are. Running a step allocates nothing that the bill
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ import torch
 from octavo.program.ir import Weight
 from octavo.program.planner import KernelTable, Limits, SealedProgram
 from octavo.quantization.conversion import StoredRows
+from octavo.sampling_params import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -110,3 +112,16 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Stop threads. The backend is not used again."""
+
+
+@runtime_checkable
+class ChoosesTokens(Protocol):
+    """What a backend may do besides: choose tokens from logits, which sampling/choice.py does otherwise."""
+
+    def choose(
+        self,
+        logits: Sequence[npt.NDArray[np.float32]],
+        params: Sequence[SamplingParams],
+        positions: Sequence[int],
+    ) -> list[int]:
+        """The tokens that sampling/choice.py chooses. logits: contiguous rows of one width."""

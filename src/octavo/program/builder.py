@@ -283,7 +283,7 @@ class ProgramBuilder:
         op = MoE(
             out=self._buf(x.shape), x=x, router=router, gate_up=gate_up, down=down, num_experts=experts,
             top_k=top_k, normalize=normalize, activation=activation,
-            activation_bits=self._activation_bits if rough else None, router_bias=of_router,
+            activation_bits=self._feed_forward_bits if rough else None, router_bias=of_router,
             gate_up_bias=of_gate_up, down_bias=of_down,
         )  # fmt: skip
         return self._emit(op)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from octavo.sampling.arithmetic import log
+
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = np.uint64(0xFFFFFFFF)
@@ -47,5 +49,4 @@ def random_words(seed: int, position: int, token_ids: npt.NDArray[np.int64]) -> 
 def gumbel(seed: int, position: int, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Standard Gumbel noise for each token. The largest of logit + noise is a sample of the softmax."""
     uniform = (random_words(seed, position, token_ids).astype(np.float64) + 0.5) * 2.0**-32
-    noise: npt.NDArray[np.float64] = -np.log(-np.log(uniform))
-    return noise
+    return -log(-log(uniform))

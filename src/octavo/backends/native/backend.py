@@ -7,14 +7,16 @@ the logits). Errors of the library become BackendError here and nowhere else.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from octavo.backends.base import DeviceMemory, StepInputs, WeightRows
 from octavo.backends.native import library
+from octavo.backends.native.choosing import Chooser
 from octavo.backends.native.library import (
     ActivationCode,
     DTypeCode,
@@ -25,6 +27,7 @@ from octavo.backends.native.library import (
     OpDesc,
     RowsCode,
 )
+from octavo.backends.native.quantizer import quantize_with
 from octavo.backends.native.table import NativeKernelTable
 from octavo.errors import BackendError, ConfigError
 from octavo.program.ir import (
@@ -51,6 +54,8 @@ from octavo.program.ir import (
 from octavo.program.planner import ALIGNMENT, PlannedOp, SealedProgram
 from octavo.quantization.conversion import pieces
 from octavo.quantization.formats import Format
+from octavo.quantization.quantize import Bytes, Floats
+from octavo.sampling_params import SamplingParams
 
 _FORMATS = {format_: FormatCode[format_.name] for format_ in Format}
 _DTYPES = {DType.F32: DTypeCode.F32, DType.F16: DTypeCode.F16}
@@ -61,7 +66,7 @@ _ROWS = {Dim.TOKENS: RowsCode.TOKENS, Dim.SEQS: RowsCode.SEQS, Dim.SAMPLED: Rows
 class NativeBackend:
     """Runs programs on the CPU with `num_threads` threads, the caller of `run` being one of them.
 
-    isa: "auto" (by CPUID), "scalar", "avx2" or "avx512"; all give the same bits.
+    isa: "auto" (the fastest this CPU runs) or the name of an `Isa`; all give the same bits.
     Raises ConfigError if the library is missing or this CPU lacks the ISA.
     """
 
@@ -86,6 +91,7 @@ class NativeBackend:
         self._status = library.Status()
         self._run = self._library.octavo_run
         self._bound: _Bound | None = None
+        self._chooser = Chooser(self._library)
 
     @property
     def isa(self) -> str:
@@ -103,7 +109,7 @@ class NativeBackend:
             out[: values.nbytes].view(torch.float32).copy_(torch.from_numpy(values))
             return
         first_row = 0
-        for piece in (piece for part in parts for piece in pieces(part, weight.format)):
+        for piece in (piece for part in parts for piece in pieces(part, weight.format, self._quantize)):
             raw, row_order = np.ascontiguousarray(piece.raw), piece.row_order
             num_rows = len(raw) if row_order is None else len(row_order)
             if first_row + num_rows <= weight.shape[0]:
@@ -119,6 +125,9 @@ class NativeBackend:
                 self._library.octavo_pack(context, ctypes.byref(job))
             first_row += num_rows
         _expect_rows(weight, first_row)
+
+    def _quantize(self, values: Floats, format_: Format) -> Bytes:
+        return quantize_with(self._library, self._require_context(), values, format_)
 
     def bind(self, sealed: SealedProgram, memory: DeviceMemory, inputs: StepInputs) -> None:
         """Prepare to run a program in this memory. Called once, after the weights are packed."""
@@ -150,6 +159,15 @@ class NativeBackend:
         self._check_status()
         assert self._bound is not None  # or the library had refused
         return self._bound.logits[:num_sampled]
+
+    def choose(
+        self,
+        logits: Sequence[npt.NDArray[np.float32]],
+        params: Sequence[SamplingParams],
+        positions: Sequence[int],
+    ) -> list[int]:
+        """See base.ChoosesTokens."""
+        return self._chooser.choose(self._require_context(), logits, params, positions)
 
     def close(self) -> None:
         """Stop threads. The backend is not used again."""
