@@ -9,8 +9,12 @@ namespace octavo {
 
 namespace {
 
-// GGUF's blocks of 32 weights. Q4_1: element i < 16 is the low nibble of quants[i], i >= 16 the high
-// nibble of quants[i - 16].
+// Blocks of 32 weights: GGUF's, and our own of halves with a scale each. In those of 4 bits element
+// i < 16 is the low nibble of quants[i], i >= 16 the high nibble of quants[i - 16].
+struct GgufQ4_0 {
+  Half scale;
+  uint8_t quants[16];
+};
 struct GgufQ4_1 {
   Half scale;
   Half min;
@@ -20,30 +24,51 @@ struct GgufQ8_0 {
   Half scale;
   int8_t quants[32];
 };
-static_assert(sizeof(GgufQ4_1) == 20 && sizeof(GgufQ8_0) == 34, "as in the file");
+struct RawQ8g16 {
+  Half scales[2];
+  int8_t quants[32];
+};
+static_assert(sizeof(GgufQ4_0) == 18 && sizeof(GgufQ4_1) == 20 && sizeof(GgufQ8_0) == 34 &&
+                  sizeof(RawQ8g16) == 36,
+              "as in the file");
+
+void pack_nibbles(const uint8_t* from, uint8_t (*to)[4 * kPanel], int lane) {
+  constexpr uint32_t kLowNibbles = 0x0f0f0f0f;
+  for (int row = 0; row < kGroup / 8; ++row) {
+    uint32_t pair[2];  // k = 8 row .. 8 row + 7, all in one half of the nibbles
+    std::memcpy(pair, from + 8 * (row % 2), sizeof pair);
+    const int half = row < 2 ? 0 : 4;
+    const uint32_t packed = (pair[0] >> half & kLowNibbles) | (pair[1] >> half & kLowNibbles) << 4;
+    std::memcpy(to[row] + lane * 4, &packed, sizeof packed);
+  }
+}
+
+void pack_bytes(const int8_t* from, int8_t (*to)[32], int lane) {
+  for (int pair = 0; pair < kGroup / 2; ++pair) {
+    std::memcpy(to[pair] + lane * 2, from + pair * 2, 2);
+  }
+}
+
+void pack_group(const GgufQ4_0& from, Q4Block* to, int lane) {
+  pack_nibbles(from.quants, to->quants, lane);
+  to->scales[lane] = from.scale;
+}
 
 void pack_group(const GgufQ4_1& from, Q4mBlock* to, int lane) {
-  constexpr uint32_t kLowNibbles = 0x0f0f0f0f;
-  const int shift = lane < 8 ? 0 : 4;
-  for (int quad = 0; quad < kGroup / 4; ++quad) {
-    uint32_t both;
-    std::memcpy(&both, from.quants + 4 * (quad % 4), sizeof both);
-    const uint32_t quants = both >> (quad < 4 ? 0 : 4) & kLowNibbles;
-    uint8_t* at = to->quants[quad] + lane % 8 * 4;
-    uint32_t packed;
-    std::memcpy(&packed, at, sizeof packed);
-    packed = (packed & ~(kLowNibbles << shift)) | quants << shift;
-    std::memcpy(at, &packed, sizeof packed);
-  }
+  pack_nibbles(from.quants, to->quants, lane);
   to->scales[lane] = from.scale;
   to->mins[lane] = from.min;
 }
 
 void pack_group(const GgufQ8_0& from, Q8Block* to, int lane) {
-  for (int pair = 0; pair < kGroup / 2; ++pair) {
-    std::memcpy(to->quants[pair] + lane * 2, from.quants + pair * 2, 2);
-  }
+  pack_bytes(from.quants, to->quants, lane);
   to->scales[lane] = from.scale;
+}
+
+void pack_group(const RawQ8g16& from, Q8g16Block* to, int lane) {
+  pack_bytes(from.quants, to->quants, lane);
+  to->scales[0][lane] = from.scales[0];
+  to->scales[1][lane] = from.scales[1];
 }
 
 template <class From, class To>
@@ -66,8 +91,10 @@ void pack_plain_row(const uint8_t* raw, int width, int64_t row, void* packed) {
 
 size_t raw_row_nbytes(const OctavoPackJob& job) {
   switch (job.format) {
+    case OCTAVO_FORMAT_Q4: return job.width / kGroup * sizeof(GgufQ4_0);
     case OCTAVO_FORMAT_Q4M: return job.width / kGroup * sizeof(GgufQ4_1);
     case OCTAVO_FORMAT_Q8: return job.width / kGroup * sizeof(GgufQ8_0);
+    case OCTAVO_FORMAT_Q8G16: return job.width / kGroup * sizeof(RawQ8g16);
     case OCTAVO_FORMAT_F16:
     case OCTAVO_FORMAT_BF16: return job.width * sizeof(uint16_t);
     default: return job.width * sizeof(float);
@@ -79,10 +106,14 @@ void pack_one(const OctavoPackJob& job, int64_t row) {
   const uint8_t* raw = job.raw + source * raw_row_nbytes(job);
   const int64_t target = job.first_row + row;
   switch (job.format) {
+    case OCTAVO_FORMAT_Q4:
+      return pack_row<GgufQ4_0, Q4Block>(raw, job.width, target, job.packed);
     case OCTAVO_FORMAT_Q4M:
       return pack_row<GgufQ4_1, Q4mBlock>(raw, job.width, target, job.packed);
     case OCTAVO_FORMAT_Q8:
       return pack_row<GgufQ8_0, Q8Block>(raw, job.width, target, job.packed);
+    case OCTAVO_FORMAT_Q8G16:
+      return pack_row<RawQ8g16, Q8g16Block>(raw, job.width, target, job.packed);
     case OCTAVO_FORMAT_F16:
     case OCTAVO_FORMAT_BF16:
       return pack_plain_row<uint16_t>(raw, job.width, target, job.packed);

@@ -18,6 +18,8 @@ import numpy.typing as npt
 import torch
 
 from octavo.backends.base import Backend, DeviceMemory, Int32Array, StepInputs
+from octavo.backends.native import library
+from octavo.backends.native.library import Isa
 from octavo.program.builder import ProgramBuilder
 from octavo.program.ir import BLOCK_SIZE, Buf, DType, Program, RopeTable
 from octavo.program.planner import Limits, SealedProgram, seal
@@ -27,17 +29,37 @@ F32Array = npt.NDArray[np.float32]
 
 GGUF_TYPES = {
     Format.F32: gguf.GGMLQuantizationType.F32,
+    Format.Q4: gguf.GGMLQuantizationType.Q4_0,
     Format.Q4M: gguf.GGMLQuantizationType.Q4_1,
     Format.Q8: gguf.GGMLQuantizationType.Q8_0,
     Format.F16: gguf.GGMLQuantizationType.F16,
     Format.BF16: gguf.GGMLQuantizationType.BF16,
 }
+OWN_TYPE = "Q8G16"  # what q8g16 is packed from, and no file has
 UNIT = 2.0**-24  # the largest relative error of one rounding to f32
 
 _libm = ctypes.CDLL(ctypes.util.find_library("m") or "libm.so.6")
 _libm.fmaf.restype = ctypes.c_float
 _libm.fmaf.argtypes = [ctypes.c_float] * 3
 _fmaf = np.frompyfunc(_libm.fmaf, 3, 1)
+
+
+def _native_isas() -> list[str]:
+    """The builds of the native kernels that this CPU runs, the scalar one first."""
+    names: list[str] = []
+    for isa in Isa:
+        if isa is Isa.AUTO or not library.available():
+            continue
+        context = library.load().octavo_create(isa, 1)
+        if context:
+            names.append(isa.name.lower())
+            library.load().octavo_destroy(context)
+    return names
+
+
+NATIVE_ISAS = _native_isas()
+#: Builds of the kernels, each alone and with a second thread.
+NATIVE_VARIANTS = [(isa, threads) for isa in NATIVE_ISAS for threads in (1, 2)]
 
 
 def fma(a: F32Array, b: F32Array, c: F32Array) -> F32Array:
@@ -58,18 +80,36 @@ class Rows:
 
     def dequantize(self) -> F32Array:
         """f32 [rows, K], rows in output order."""
-        values = gguf.quants.dequantize(self.raw, gguf.GGMLQuantizationType[self.type_name])
+        if self.type_name == OWN_TYPE:
+            blocks = self.raw.reshape(len(self.raw), -1, 36)
+            halves = blocks[:, :, 4:].copy().view(np.int8).reshape(*blocks.shape[:2], 2, 16)
+            values = halves * blocks[:, :, :4].copy().view(np.float16).astype(np.float32)[..., None]
+            values = values.reshape(len(self.raw), -1)
+        else:
+            values = gguf.quants.dequantize(self.raw, gguf.GGMLQuantizationType[self.type_name])
         values = np.asarray(values, np.float32)
         return values if self.row_order is None else values[self.row_order]
 
 
 def stored(values: F32Array, format_: Format = Format.F32, row_order: Int32Array | None = None) -> Rows:
-    """Values [rows, K] quantised to the GGUF type that the format holds without loss."""
-    kind = GGUF_TYPES[format_]
+    """Values [rows, K] quantised to the type that the format holds without loss."""
     if values.ndim == 1:
         values = values[:, None]
+    if format_ is Format.Q8G16:
+        return Rows(OWN_TYPE, _halves_of_8_bits(values), row_order)
+    kind = GGUF_TYPES[format_]
     raw = np.ascontiguousarray(gguf.quants.quantize(np.ascontiguousarray(values), kind))
     return Rows(kind.name, raw.view(np.uint8).reshape(len(values), -1), row_order)
+
+
+def _halves_of_8_bits(values: F32Array) -> npt.NDArray[np.uint8]:
+    """Two f16 scales, then 32 int8, for each 32 values."""
+    parts = values.reshape(len(values), -1, 2, 16)
+    scales = (np.abs(parts).max(axis=3) / 127).astype(np.float16)
+    quants = np.rint(parts / np.maximum(scales.astype(np.float32), 1e-30)[..., None])
+    integers = np.clip(quants, -128, 127).astype(np.int8).reshape(*parts.shape[:2], 32)
+    blocks = np.concatenate([scales.view(np.uint8), integers.view(np.uint8)], axis=2)
+    return blocks.reshape(len(values), -1)
 
 
 @dataclass
@@ -301,6 +341,8 @@ class Heads:
     dim: int = 16
     window: int | None = None
     rotary_dim: int | None = None  # None: all of dim
+    softcap: float | None = None
+    sinks: bool = False
 
     @property
     def qkv_width(self) -> int:
@@ -313,7 +355,8 @@ def attention_layer(b: ProgramBuilder, qkv: Buf, heads: Heads, max_positions: in
     kv = b.kv(heads.kv, heads.dim, window=heads.window)
     rope = b.rope_table(inv_freq(heads.rotary_dim or heads.dim), max_positions)
     q = b.rotary_store_kv(qkv, kv, rope, q_heads=heads.q)
-    return b.attention(q, kv, q_heads=heads.q, scale=heads.dim**-0.5)
+    sinks = b.weight("sinks", (heads.q,)) if heads.sinks else None
+    return b.attention(q, kv, q_heads=heads.q, scale=heads.dim**-0.5, softcap=heads.softcap, sinks=sinks)
 
 
 def attention_only(heads: Heads, rows: int, max_positions: int) -> Callable[[ProgramBuilder], Buf]:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from harness import (
+    NATIVE_ISAS,
+    NATIVE_VARIANTS,
     UNIT,
     F32Array,
     Rig,
@@ -32,10 +34,13 @@ pytestmark = pytest.mark.skipif(not library.available(), reason="the native libr
 MakeRig = Callable[..., Rig]
 FORMATS = list(Format)
 #: Formats, each with the bits of the activations it meets, and their largest integers.
-KINDS = [*((format_, 16) for format_ in FORMATS), (Format.Q4M, 8)]
-LARGEST_QUANT = {(Format.Q4M, 16): 32767, (Format.Q4M, 8): 127, (Format.Q8, 16): 4095}
+KINDS = [*((format_, 16) for format_ in FORMATS), (Format.Q4, 8), (Format.Q4M, 8)]
+LARGEST_QUANT = {
+    **{(format_, bits): (1 << bits - 1) - 1 for format_ in (Format.Q4, Format.Q4M) for bits in (8, 16)},
+    **{(format_, 16): 4095 for format_ in (Format.Q8, Format.Q8G16)},
+}
+SCALE_BYTES = {Format.Q4: 2, Format.Q4M: 4, Format.Q8: 2, Format.Q8G16: 4}
 MAX_ROWS = 67
-VARIANTS = [("scalar", 1), ("scalar", 2), ("auto", 1), ("auto", 2), ("auto", 3)]
 
 
 def linear(
@@ -71,21 +76,24 @@ def contract(x: F32Array, weight: Rows, format_: Format, activation_bits: int = 
             acc = fma(w[None, :, k], x[:, k, None], acc)
         return acc
     block = weight.raw.reshape(len(weight.raw), -1, format_.group_nbytes)
-    d = block[:, :, :2].copy().view(np.float16).astype(np.float32)[:, :, 0]
-    if format_ is Format.Q4M:
-        m = block[:, :, 2:4].copy().view(np.float16).astype(np.float32)[:, :, 0]
-        w_quants = np.concatenate([block[:, :, 4:] & 15, block[:, :, 4:] >> 4], axis=2).astype(np.int64)
+    head = block[:, :, : SCALE_BYTES[format_]].copy().view(np.float16).astype(np.float32)
+    w_quants = block[:, :, SCALE_BYTES[format_] :]
+    if format_.is_4_bit:
+        w_quants = np.concatenate([w_quants & 15, w_quants >> 4], axis=2).astype(np.int64)
+        w_quants -= 8 if format_ is Format.Q4 else 0
     else:
-        m = None
-        w_quants = block[:, :, 2:].view(np.int8).astype(np.int64)
+        w_quants = w_quants.view(np.int8).astype(np.int64)
     quants, scales, sums = quantise(x, LARGEST_QUANT[format_, activation_bits])
-    acc = np.zeros((len(x), len(d)), np.float32)
-    for g in range(d.shape[1]):
-        dot = quants[:, g].astype(np.int64) @ w_quants[:, g].T
-        assert np.abs(dot).max() < 2**24
-        acc = fma(dot.astype(np.float32), d[None, :, g] * scales[:, g, None], acc)
-        if m is not None:
-            acc = fma(m[None, :, g], sums[:, g, None], acc)
+    parts = 2 if format_ is Format.Q8G16 else 1
+    acc = np.zeros((len(x), len(block)), np.float32)
+    for g in range(block.shape[1]):
+        for part in range(parts):
+            span = slice(part * GROUP // parts, (part + 1) * GROUP // parts)
+            dot = quants[:, g, span].astype(np.int64) @ w_quants[:, g, span].T
+            assert np.abs(dot).max() < 2**24
+            acc = fma(dot.astype(np.float32), head[None, :, g, part] * scales[:, g, None], acc)
+        if format_ is Format.Q4M:
+            acc = fma(head[None, :, g, 1], sums[:, g, None], acc)
     return acc
 
 
@@ -100,12 +108,12 @@ def test_every_build_computes_the_contract_bit_for_bit(
     x[5, :32] = np.where(np.arange(32) % 2, -7.5, 7.5)
     x[6] = -x[6, 0]
     weight = stored(random_values("w", (37, 96)), format_)
-    if format_.quantized:  # the largest integers there are: 15s, and -128s, with row 6 the largest sums
-        scales = 4 if format_ is Format.Q4M else 2
+    if format_.quantized:  # the largest integers there are: 15s, -8s, -128s, with row 6 the largest sums
         block = weight.raw[8].reshape(-1, format_.group_nbytes)
-        block[:, scales:] = 0xFF if format_ is Format.Q4M else 0x80
+        largest = {Format.Q4: 0x00, Format.Q4M: 0xFF}
+        block[:, SCALE_BYTES[format_] :] = largest.get(format_, 0x80)
     expected = contract(x, weight, format_, activation_bits)
-    for isa, threads in VARIANTS:
+    for isa, threads in NATIVE_VARIANTS:
         rig = make_rig(
             NativeBackend(threads, isa),
             linear(96, 37, bias=bias, rows=9),
@@ -135,7 +143,7 @@ def test_close_to_float64(make_rig: MakeRig, format_: Format, activation_bits: i
 
 
 @pytest.mark.parametrize("format_", [format_ for format_ in FORMATS if not format_.quantized])
-@pytest.mark.parametrize("isa", ["scalar", "auto"])
+@pytest.mark.parametrize("isa", NATIVE_ISAS)
 def test_plain_weights_have_any_width(make_rig: MakeRig, isa: str, format_: Format) -> None:
     def build(b: ProgramBuilder) -> Buf:
         b.kv(1, 8)
@@ -187,7 +195,7 @@ def test_what_is_not_finite_stays_in_its_row_and_shows(
     x[1, 5], x[2, 40], x[3, 0] = np.nan, np.inf, -np.inf
     x[4] *= 1e-38  # below what the quantiser resolves: zeros, not infinities
     outs = []
-    for isa in ("scalar", "auto"):
+    for isa in NATIVE_ISAS:
         rigs = [
             make_rig(
                 NativeBackend(1, isa),
@@ -229,7 +237,7 @@ def test_packing_loses_nothing(make_rig: MakeRig, format_: Format) -> None:
         stored(values[5:26], format_, row_order=order),
         stored(values[26:], format_),
     ]
-    for isa in ("scalar", "auto"):
+    for isa in NATIVE_ISAS:
         rig = make_rig(NativeBackend(2, isa), lookup(64, 45), weights={"w": parts}, formats={"w": format_})
         expected = np.concatenate([part.dequantize() for part in parts])
         assert_same_bits(rig.rows(range(45)), expected)

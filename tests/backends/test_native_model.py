@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import F32Array, Heads, Rig, Seq, assert_same_bits, tiny_model
+from harness import NATIVE_VARIANTS, F32Array, Heads, Rig, Seq, assert_same_bits, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,6 +32,8 @@ MIXES = {
     "q4m, q8 head": ({**dict.fromkeys(MATRICES, Format.Q4M), "embed": Format.Q8}, DType.F16, 16),
     "q4m on int8": ({**dict.fromkeys(MATRICES, Format.Q4M), "embed": Format.Q8}, DType.F16, 8),
     "q8, q4m head": ({**dict.fromkeys(MATRICES, Format.Q8), "embed": Format.Q4M}, DType.F16, 16),
+    "q4, q8g16 head": ({**dict.fromkeys(MATRICES, Format.Q4), "embed": Format.Q8G16}, DType.F16, 16),
+    "q4 on int8": ({**dict.fromkeys(MATRICES, Format.Q4), "embed": Format.Q8}, DType.F16, 8),
     "bf16": (dict.fromkeys([*MATRICES, "embed"], Format.BF16), DType.F16, 16),
     "f16": (dict.fromkeys([*MATRICES, "embed"], Format.F16), DType.F32, 16),
 }
@@ -74,7 +76,7 @@ def test_builds_threads_and_chunks_agree(make_rig: MakeRig, mix: str) -> None:
     ids = tokens(130)
     expected = alone(model(make_rig, mix), ids)
     assert np.isfinite(expected).all()
-    for isa, threads in [("scalar", 1), ("scalar", 3), ("auto", 1), ("auto", 4)]:
+    for isa, threads in [*NATIVE_VARIANTS, ("auto", 3)]:
         assert_same_bits(alone(model(make_rig, mix, threads, isa), ids), expected, f"{isa}, {threads}")
     rig = model(make_rig, mix, seed=0)
     for chunk in (1, 16, 23):

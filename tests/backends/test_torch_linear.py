@@ -17,7 +17,12 @@ from octavo.quantization.formats import GROUP, Format
 
 F32Array = npt.NDArray[np.float32]
 #: Formats, each with the largest integers that its activations become.
-KINDS = [(Format.Q4M, 32767), (Format.Q4M, 127), (Format.Q8, 4095)]
+KINDS = [
+    *((format_, top) for format_ in (Format.Q4, Format.Q4M) for top in (32767, 127)),
+    *((format_, 4095) for format_ in (Format.Q8, Format.Q8G16)),
+]
+#: The integers that scales multiply.
+RANGES = {Format.Q4: (-8, 8), Format.Q4M: (0, 16), Format.Q8: (-128, 128), Format.Q8G16: (-128, 128)}
 
 
 @pytest.fixture(autouse=True)
@@ -35,13 +40,13 @@ def random(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
 
 def random_weight(format_: Format, n: int, k: int) -> QuantizedWeight:
     rng = np.random.default_rng(n * k)
-    low, high = (0, 16) if format_ is Format.Q4M else (-128, 128)
+    parts = k // GROUP * (2 if format_ is Format.Q8G16 else 1)
 
     def halves() -> torch.Tensor:
-        values = rng.normal(0, 0.1, (n, k // GROUP)).astype(np.float16).astype(np.float32)
+        values = rng.normal(0, 0.1, (n, parts)).astype(np.float16).astype(np.float32)
         return torch.from_numpy(values)
 
-    q = torch.from_numpy(rng.integers(low, high, (n, k)).astype(np.int8))
+    q = torch.from_numpy(rng.integers(*RANGES[format_], (n, k)).astype(np.int8))
     return QuantizedWeight(format_, q, halves(), halves() if format_ is Format.Q4M else None)
 
 
@@ -60,6 +65,8 @@ WEIGHTS = {
     "f32 40 -> 3": random((3, 40)),
     "f32 576 -> 960": random((960, 576)),
     "f32 1536 -> 576": random((576, 1536)),
+    "q4 64 -> 21": random_weight(Format.Q4, 21, 64),
+    "q8g16 64 -> 19": random_weight(Format.Q8G16, 19, 64),
     "q4m 64 -> 37": random_weight(Format.Q4M, 37, 64),
     "q8 96 -> 48": random_weight(Format.Q8, 48, 96),
 }
@@ -166,6 +173,7 @@ def model(x: F32Array, weight: QuantizedWeight, largest: int) -> F32Array:
     q, d = weight.q.numpy().astype(np.int64), weight.d.numpy()
     m = None if weight.m is None else weight.m.numpy()
     n, k = q.shape
+    per_group = d.shape[1] * GROUP // k
     out = np.empty((len(x), n), np.float32)
     for r, row in enumerate(x):
         for o in range(n):
@@ -179,10 +187,11 @@ def model(x: F32Array, weight: QuantizedWeight, largest: int) -> F32Array:
                     scale, ints = np.float32(0), np.zeros(GROUP, np.int64)
                 else:
                     scale, ints = peak / top, np.rint(row[span] * inverse).astype(np.int64)
-                dot = int((q[o, span] * ints).sum())
-                assert abs(dot) < 2**24
                 assert np.abs(ints).max() <= top
-                acc = fma(float(dot), d[o, g] * scale, acc)
+                for part, products in enumerate((q[o, span] * ints).reshape(per_group, -1)):
+                    dot = int(products.sum())
+                    assert abs(dot) < 2**24
+                    acc = fma(float(dot), d[o, g * per_group + part] * scale, acc)
                 if m is not None:
                     acc = fma(m[o, g], scale * np.float32(ints.sum()), acc)
             out[r, o] = acc
@@ -204,7 +213,7 @@ def test_quantised_arithmetic_is_the_contract_bit_for_bit(format_: Format, top: 
 @pytest.mark.parametrize(("format_", "top"), KINDS)
 def test_the_largest_sums_are_exact(format_: Format, top: int) -> None:
     weight = random_weight(format_, 4, 64)
-    weight.q.fill_(15 if format_ is Format.Q4M else -128)
+    weight.q.fill_(15 if format_ is Format.Q4M else RANGES[format_][0])
     x = np.full((2, 64), 3.0, np.float32)
     x[1] *= -1
     assert np.array_equal(apply(torch.from_numpy(x), weight, top).numpy(), model(x, weight, top))
@@ -229,7 +238,8 @@ def test_quantised_arithmetic_is_close_to_the_product(format_: Format, top: int)
     """Off by half a step of the activations at most, plus rounding."""
     weight = random_weight(format_, 24, 128)
     x = random((10, 128), seed=5)
-    w = weight.q.double().view(24, 4, GROUP) * weight.d.double()[:, :, None]
+    w = weight.q.double().view(*weight.d.shape, -1) * weight.d.double()[:, :, None]
+    w = w.view(24, 4, GROUP)
     if weight.m is not None:
         w = w + weight.m.double()[:, :, None]
     exact = x.double() @ w.view(24, 128).T

@@ -150,7 +150,7 @@ def test_what_was_rounded_is_said_once(tmp_path: Path, caplog: pytest.LogCapture
         predict(tiny.path, [[1]])
     (line,) = [r.message for r in caplog.records if "tiny-llama" in r.message]
     assert line == (
-        "tiny-llama-q4_k.gguf: tensors held in a format near their own, rounded to nearest: 9 of Q4_K as q8"
+        "tiny-llama-q4_k.gguf: tensors held in a format near their own, rounded to nearest: 9 of Q4_K as q4m"
     )
 
 
@@ -158,13 +158,13 @@ def test_what_was_rounded_is_said_once(tmp_path: Path, caplog: pytest.LogCapture
 def test_weights_that_no_format_reaches_are_named(tmp_path: Path, backend: str) -> None:
     if backend == "native" and not library.available():
         pytest.skip("the native library is not built")
-    tiny = make_llama_gguf(tmp_path, quantization="Q4_0", **SHAPE)
+    tiny = make_llama_gguf(tmp_path, quantization="Q4_K", **SHAPE)
     file = GGUFFile.open(tiny.path)
     offset = file.tensors["blk.0.ffn_down.weight"].offset
     file.close()
     with tiny.path.open("r+b") as raw:
         raw.seek(offset)
-        raw.write(np.float16(9000).tobytes())
-    name = r"tiny-llama-q4_0\.gguf: weight 'model\.layers\.0\.mlp\.down_proj\.weight'"
-    with pytest.raises(CheckpointError, match=rf"{name}: it has a scale of 9000; q4m holds up to 8188"):
+        raw.write(np.float16(60000).tobytes())
+    name = r"tiny-llama-q4_k\.gguf: weight 'model\.layers\.0\.mlp\.down_proj\.weight'"
+    with pytest.raises(CheckpointError, match=rf"{name}: it has a scale or a min of .*; q4m"):
         predict(tiny.path, [[1]], backend=backend)

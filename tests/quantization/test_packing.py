@@ -12,7 +12,8 @@ from octavo.errors import UnsupportedModelError
 from octavo.quantization.formats import GROUP, NATIVE_TYPES, Format
 from octavo.quantization.packing import unpack_groups
 
-TYPES = [name for format_, name in NATIVE_TYPES.items() if format_.quantized]
+OURS = NATIVE_TYPES[Format.Q8G16]
+TYPES = [name for format_, name in NATIVE_TYPES.items() if format_.quantized and name != OURS]
 
 
 def random_bytes(type_name: str, rows: int, groups: int) -> npt.NDArray[np.uint8]:
@@ -34,7 +35,7 @@ def test_unpacking_is_exact(type_name: str, rows: int) -> None:
     found = unpack_groups(type_name, raw)
     assert (found.q.dtype, found.q.shape) == (np.int8, (rows, 160))
     assert (found.d.dtype, found.d.shape) == (np.float32, (rows, 5))
-    assert (found.m is None) == (type_name == "Q8_0")
+    assert (found.m is None) == (type_name != "Q4_1")
     assert np.array_equal(found.values(), dequantize(raw, gguf.GGMLQuantizationType[type_name]))
 
 
@@ -45,11 +46,22 @@ def test_quantised_weights(type_name: str) -> None:
     raw = quantize(weights, kind)
     found = unpack_groups(type_name, raw)
     assert np.array_equal(found.values(), dequantize(raw, kind))
-    if type_name == "Q4_1":
-        assert found.q.min() == 0
-        assert found.q.max() == 15
-    else:
-        assert found.q.min() < 0 < found.q.max()
+    low, high = {"Q4_0": (-8, 7), "Q4_1": (0, 15), "Q8_0": (-127, 127)}[type_name]
+    assert (found.q.min(), found.q.max()) == (low, high)
+
+
+def test_our_own_blocks_have_a_scale_for_each_half() -> None:
+    rng = np.random.default_rng(2)
+    scales = rng.normal(size=(5, 6)).astype(np.float16)
+    quants = rng.integers(-128, 128, (5, 3, 32), dtype=np.int8)
+    raw = np.concatenate([scales.view(np.uint8).reshape(5, 3, 4), quants.view(np.uint8)], axis=2).reshape(
+        5, -1
+    )
+    found = unpack_groups(OURS, raw)
+    assert found.m is None
+    assert np.array_equal(found.q, quants.reshape(5, -1))
+    expected = quants.reshape(5, 6, 16) * scales.astype(np.float32)[:, :, None]
+    assert np.array_equal(found.values(), expected.reshape(5, -1))
 
 
 @pytest.mark.parametrize("type_name", TYPES)
@@ -70,6 +82,9 @@ def test_other_types_are_refused_by_name() -> None:
 
 def test_formats_count_the_bytes_of_ggml() -> None:
     for format_, name in NATIVE_TYPES.items():
+        if name == OURS:
+            assert format_.group_nbytes == 36
+            continue
         block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
         assert format_.group_nbytes == nbytes * GROUP // block
-    assert [f for f in Format if f.quantized] == [Format.Q4M, Format.Q8]
+    assert [f for f in Format if f.quantized] == [Format.Q4, Format.Q4M, Format.Q8, Format.Q8G16]

@@ -199,7 +199,7 @@ def test_formats(path: Path) -> None:
     [
         ("F16", Format.F16, False),
         ("BF16", Format.BF16, False),
-        ("Q4_0", Format.Q4M, False),
+        ("Q4_0", Format.Q4, False),
         ("Q5_0", Format.Q8, False),
         ("Q5_1", Format.Q8, True),
         ("MXFP4", Format.Q8, False),

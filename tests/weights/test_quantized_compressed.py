@@ -65,11 +65,11 @@ def test_packed_symmetric_integers_are_read_exactly(
 ) -> None:
     tiny = quantize_directory(tmp_path, config(ints(bits, size)), packer(bits, size, dtype=dtype))
     types, values, notes = held(tiny)
-    assert types == {"Q4_1" if bits == 4 else "Q8_0"}
+    assert types == {"Q4_0" if bits == 4 else "Q8_0"}
     for name, wanted in matrices(tiny).items():
         np.testing.assert_array_equal(values[name], wanted)
     where = f"in groups of {size}" if size else "with one scale a row"
-    how = "q4m exactly" if bits == 4 else "q8 exactly"
+    how = "q4 exactly" if bits == 4 else "q8 exactly"
     assert notes == [
         f"{tmp_path.name}: weights stored as compressed-tensors int{bits} {where} (pack-quantized), "
         f"read: 14 as {how}"
@@ -180,7 +180,7 @@ def test_modules_of_different_schemes(tmp_path: Path) -> None:
     tiny = quantize_directory(tmp_path, config(ints(4, 32), ints(8, 64), format="mixed-precision"), pack)
     _, _, notes = held(tiny)
     assert "int4 in groups of 32, int8 in groups of 64" in notes[0]
-    assert notes[0].endswith("read: 10 as q4m exactly; 2 as q8 exactly")
+    assert notes[0].endswith("read: 10 as q4 exactly; 2 as q8 exactly")
     assert_logits(tiny)
 
 
@@ -365,7 +365,7 @@ ASYMMETRIC = {"symmetric": False}
 @pytest.mark.parametrize(
     ("weights", "activations", "type_name"),
     [
-        (GROUPS_OF_32, None, "Q4_1"),
+        (GROUPS_OF_32, None, "Q4_0"),
         (GROUPS_OF_32 | {"group_size": 64} | ASYMMETRIC, None, "Q4_1"),
         (GROUPS_OF_32 | {"group_size": 16}, None, "F16"),
         (GROUPS_OF_32 | {"num_bits": 8}, None, "Q8_0"),

@@ -72,11 +72,11 @@ def test_symmetric_gptq_is_read_exactly(
     config = gptq_config(bits=bits, group_size=size or -1, **layout)
     tiny = quantize_directory(tmp_path, config, gptq_packer(bits, size, less_one=not layout))
     types, values, notes = held(tiny)
-    assert types == {"Q4_1" if bits == 4 else "Q8_0"}
+    assert types == {"Q4_0" if bits == 4 else "Q8_0"}
     for name, wanted in matrices(tiny).items():
         np.testing.assert_array_equal(values[name], wanted)
     where = f"groups of {size}" if size else "one group a row"
-    how = "q4m exactly" if bits == 4 else "q8 exactly"
+    how = "q4 exactly" if bits == 4 else "q8 exactly"
     assert notes == [f"{tmp_path.name}: weights stored as GPTQ int{bits} in {where}, read: 14 as {how}"]
     if not layout:
         assert_logits(tiny)
@@ -149,7 +149,7 @@ def test_reordering_within_groups_of_32_changes_nothing(tmp_path: Path) -> None:
 
     tiny = quantize_directory(tmp_path, gptq_config(desc_act=True), pack)
     types, values, _ = held(tiny)
-    assert types == {"Q4_1"}
+    assert types == {"Q4_0"}
     for name, wanted in matrices(tiny).items():
         np.testing.assert_array_equal(values[name], wanted)
 
@@ -157,11 +157,11 @@ def test_reordering_within_groups_of_32_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "factor", "expected"),
     [
-        (torch.bfloat16, 1.0, "q4m exactly"),
-        (torch.float32, 1.0, "q4m, scales and offsets rounded to f16"),
+        (torch.bfloat16, 1.0, "q4 exactly"),
+        (torch.float32, 1.0, "q4, scales rounded to f16"),
         (torch.float32, 1e-6, "f32"),
         (torch.float32, 1e7, "f32"),
-        (torch.float16, 1e-5, "q4m exactly"),
+        (torch.float16, 1e-5, "q4 exactly"),
     ],
 )
 def test_scales_of_other_types(tmp_path: Path, dtype: torch.dtype, factor: float, expected: str) -> None:
@@ -176,7 +176,6 @@ def test_scales_of_other_types(tmp_path: Path, dtype: torch.dtype, factor: float
         if "exactly" in expected:
             np.testing.assert_array_equal(values[name], wanted)
         else:
-            # m is -8 d: of a weight q - 8 steps away from 0, only d is rounded.
             np.testing.assert_allclose(values[name], wanted, rtol=2.0**-11, atol=0)
 
 
@@ -191,7 +190,7 @@ def test_awq(tmp_path: Path, size: int | None, symmetric: bool) -> None:
 
     tiny = quantize_directory(tmp_path, config | {"zero_point": not symmetric}, pack)
     types, values, notes = held(tiny)
-    assert types == {"Q4_1"}
+    assert types == {"Q4_0" if symmetric else "Q4_1"}
     assert "AWQ int4" in notes[0]
     for name, wanted in matrices(tiny).items():
         assert np.abs(values[name] - wanted).max() <= (0 if symmetric else offset_rounding(wanted))

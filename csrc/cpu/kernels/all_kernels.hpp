@@ -3,7 +3,9 @@
 
 #include "attention.hpp"
 #include "choice.hpp"
+#include "gates.hpp"
 #include "linear.hpp"
+#include "moe.hpp"
 #include "rotary.hpp"
 #include "rows.hpp"
 
@@ -11,6 +13,7 @@ namespace octavo::OCTAVO_ISA {
 
 // In the order of OctavoOpKind.
 #define OCTAVO_ALL_KERNELS \
-  {embedding, rms_norm, add_rms_norm, linear, rotary_store_kv, attention, gated_silu, gather_rows}
+  {embedding, rms_norm, add_rms_norm, linear, rotary_store_kv, attention, \
+   gated_activation, gather_rows, add, qk_norm, scale_logits, moe}
 
 }  // namespace octavo::OCTAVO_ISA

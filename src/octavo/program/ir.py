@@ -27,6 +27,8 @@ BLOCK_SIZE = 16
 KV_TILE = 64
 #: Tiles are folded online within a split of this many positions; splits are merged in order.
 KV_SPLIT = 512
+#: What a gated activation may be.
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 
 
 class Dim(enum.StrEnum):
@@ -268,7 +270,7 @@ class Op:
 class Embedding(Op):
     """out[t, :] = scale * dequantised W[token_ids[t], :].   out [T, K] f32, W [vocab, K].
 
-    Dequantisation rounds as f32: q4m d * q + m (two roundings), q8 d * q.
+    Dequantisation rounds as f32: q4m d * q + m (two roundings); q4 d * (q - 8) and q8, q8g16 d * q are exact.
     """
 
     weight: Weight
@@ -291,7 +293,10 @@ class RMSNorm(Op):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Add(Op):
-    """out = residual + x_scale * x.   All [*, K] f32. out may lie where residual lies."""
+    """out = residual + x_scale * x.   All [*, K] f32. out may lie where residual lies.
+
+    The product rounds before the sum; without x_scale there is none.
+    """
 
     x: Buf
     residual: Buf
@@ -301,7 +306,7 @@ class Add(Op):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddRMSNorm(Op):
-    """out_sum = residual + x_scale * x;  out = RMSNorm(out_sum).   All [*, K] f32.
+    """out_sum = residual + x_scale * x, as Add;  out = RMSNorm(out_sum).   All [*, K] f32.
 
     out_sum may lie where residual lies: rows are independent and elements are read before written.
     """
@@ -323,11 +328,14 @@ class Linear(Op):
     q4m      x is quantised per row and group of 32: s = max|x| / top, i = rint(x * (top / max|x|))
              (s = 0 and i = 0 in a group of zeros), c = s * sum(i); top as `activation_top` says.
              For each group in order: acc = fma(float(sum_k q*i), d * s, acc); acc = fma(m, c, acc).
+    q4       likewise with q - 8 for q, and without m.
     q8       likewise, without m.
+    q8g16    likewise, without m, but a group's two halves of 16 have scales d of their own, and acc takes
+             them in order.
     Then acc + bias. rint rounds half to even; all products and quotients above round as f32. A group's
     integer sums stay below 2**24, so their conversion to f32 is exact.
 
-    activation_bits: with q4m, 16 or 8: half the work and a rougher answer.
+    activation_bits: with q4 and q4m, 16 or 8: half the work and a rougher answer.
     """
 
     x: Buf
@@ -339,7 +347,7 @@ class Linear(Op):
     @property
     def activation_top(self) -> int:
         """The largest integer that a quantised activation becomes."""
-        if self.weight.format is Format.Q8:
+        if self.weight.format in (Format.Q8, Format.Q8G16):
             return 4095
         return 127 if self.activation_bits == 8 else 32767
 
@@ -358,6 +366,16 @@ class QKNorm(Op):
     kv_heads: int
     eps: float
     kind: ClassVar[str] = "qk_norm"
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.qkv.width // (self.q_heads + 2 * self.kv_heads)
+
+    @property
+    def together(self) -> bool:
+        """Whether all heads of a token are normalised together."""
+        return (self.q_weight.shape[0], self.k_weight.shape[0]) != (self.head_dim, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -388,7 +406,8 @@ class Attention(Op):
     Per token and head, with qs = q * scale:
       split   KV positions in splits of KV_SPLIT, in order; each starts from m = -inf, l = 0, o = 0.
       tile    within a split, tiles of KV_TILE, in order; tiles with no visible position are skipped.
-              score[t] = chain over d of fma(qs[d], k[t][d], acc), with a softcap c * tanh(score / c);
+              score[t] = chain over d of fma(qs[d], k[t][d], acc); with a softcap c it becomes
+              c * tanh(score / c), tanh as in GatedActivation;
               an invisible position is -inf.
               m' = max(m, max score); f = exp(m - m') (0 when m is -inf); p = exp(score - m')
               l = l * f + lanes8(p); o[d] = o[d] * f, then fma(p[t], v[t][d], o[d]) for t in order,
@@ -414,11 +433,12 @@ class Attention(Op):
 class GatedActivation(Op):
     """out = act(x[:, :F]) * x[:, F:].   x [*, 2 F] f32, out [*, F] f32.
 
-    silu: g / (1 + exp(-g)), with exp's argument at most 87.
-    gelu_tanh: 0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))).
-    clamped_swiglu (gpt-oss): with g' = min(g, 7) and u' = u clamped to [-7, 7], the product is
-    (u' + 1) g' / (1 + exp(-1.702 g')).
-    tanh(y) is (1 - e) / (1 + e) with e = exp(-2 |y|), and y's sign.
+    With g and u an element of either half; every operation rounds, in the order of the brackets:
+      silu            (g / (1 + exp(-g))) u
+      gelu_tanh       ((0.5 g) (1 + tanh((g + ((g g) g) 0.044715) s))) u, s = sqrt(2 / pi)
+      clamped_swiglu  (u' + 1) (g' / (1 + exp(-1.702 g'))), g' = min(g, 7), u' = u clamped to [-7, 7]
+                      (gpt-oss)
+    exp's argument is at most 87. tanh(y) is (1 - e) / (1 + e) with e = exp(-2 |y|), negated where y < 0.
     """
 
     x: Buf
@@ -430,10 +450,11 @@ class GatedActivation(Op):
 class MoE(Op):
     """out = sum over a token's experts e, best first, of share_e * down_e(act(gate_e x) * up_e x).
 
-    x, out [T, H] f32; router [E, H], gate_up [E 2 F, H], down [E H, F]; biases [E], [E 2 F], [E H], added
-    to what their matrix gives. Shares are the softmax of
-    router x over all experts; the top_k largest are taken, ties to the smaller id; normalize: divided by
-    their sum, added best first.
+    x, out [T, H] f32; router [E, H], gate_up [E 2 F, H], down [E H, F]; biases [E], [E 2 F], [E H]. Products
+    are Linear's, act(gate) * up GatedActivation's. With y = router x and m its largest element,
+    share_e = exp(y_e - m) / lanes8(exp(y - m)). The top_k largest are taken, best first, ties to the smaller
+    id; normalize: each is divided by their sum, which is added best first. What a share multiplies rounds,
+    then it is added to the sum so far.
     """
 
     x: Buf
@@ -444,6 +465,7 @@ class MoE(Op):
     top_k: int
     normalize: bool
     activation: str
+    activation_bits: int | None = None
     router_bias: Weight | None = None
     gate_up_bias: Weight | None = None
     down_bias: Weight | None = None
@@ -460,7 +482,10 @@ class GatherRows(Op):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleLogits(Op):
-    """out = scale * x, with a softcap c * tanh(scale * x / c).   x, out [R, V] f32; may be one buffer."""
+    """out = scale * x; with a softcap c * tanh((scale * x) / c).   x, out [R, V] f32; may be one buffer.
+
+    tanh as in GatedActivation.
+    """
 
     x: Buf
     scale: float

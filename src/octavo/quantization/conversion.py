@@ -1,15 +1,20 @@
 """From any stored type to the rows a format is packed from.
 
-Rule: exact wherever the format can hold the type exactly; else each group of 32 is rounded to the
-nearest value of q8, so that a weight moves by at most half of q8's step, 1/254 of the group's largest.
-Rows that need no change stay the file's own bytes; the others are converted a few megabytes at a time.
+Rule: exact wherever the format can hold the type exactly. Else either a type's scales and mins are rounded to
+f16, by 2^-11 of themselves, and its integers stay; or each weight is rounded to the nearest that q8 or q8g16
+has, half a step or 1/254 of the largest that shares its scale. Rows that need no change stay the file's own
+bytes; the others are converted a few megabytes at a time.
 
     F16, BF16           -> F32    widened
     any plain type      -> F16, BF16   rounded to nearest, ties to even (only where that was asked for)
+    TQ1_0, TQ2_0        -> Q4_0   w = d (q - 8) with q of 7, 8 and 9: the same d
     Q4_0                -> Q4_1   w = d (q - 8) = d q + m, with m = -8 d
+    Q4_K                -> Q4_1   the same q; d and m of each 32 rounded to f16
     Q4_0, Q5_0, IQ4_NL  -> Q8_0   w = d q with integers q: the same d
     MXFP4               -> Q8_0   likewise, with powers of two d; exact for the 2^-24 to 2^15 that f16 holds
-    everything else     -> Q8_0   dequantised, then d = max |w| / 127, rounded up to f16; q = round(w / d)
+    Q6_K                -> Q8G16  the same q; d of each 16 rounded to f16
+    any of the above    -> Q8G16  as Q8_0, with d twice
+    everything else     -> Q8_0, Q8G16   dequantised; d = max |w| / 127, rounded up to f16; q = round(w / d)
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import numpy.typing as npt
 
 from octavo.errors import CheckpointError, UnsupportedModelError
 from octavo.quantization.formats import GROUP, NATIVE_TYPES, Format
+from octavo.quantization.packing import pack_nibbles
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -31,12 +37,24 @@ Floats = npt.NDArray[np.float32]
 PIECE_WEIGHTS = 1 << 22
 _MOST_WEIGHTS_PER_BYTE = 6  # IQ1_S has 1.56 bits a weight
 _LARGEST = 127
+_DAMAGED = "The file is damaged or its model diverged"
 _Q4_0_NBYTES = 18
+_Q4_K_NBYTES = 144
 _MXFP4_NBYTES = 17
 _MXFP4_BIAS = 128  # a block's first byte less this is the exponent of what its weights are multiples of
 _F16_EXPONENTS = (-24, 15)  # of the powers of two that it holds
-#: Bytes of a block of 32, of types whose weights are d q with integers |q| <= 127; d leads the block.
-_WHOLE_MULTIPLES = {"Q4_0": _Q4_0_NBYTES, "Q5_0": 22, "IQ4_NL": 18}
+#: Where the f16 d lies in the blocks of types whose weights are d q, with integers |q| <= 127: bytes of a
+#: block, bytes before d, weights.
+_WHOLE_MULTIPLES = {
+    "Q4_0": (_Q4_0_NBYTES, 0, 32),
+    "Q5_0": (22, 0, 32),
+    "IQ4_NL": (18, 0, 32),
+    "Q8_0": (34, 0, 32),
+    "TQ1_0": (54, 52, 256),
+    "TQ2_0": (66, 64, 256),
+}
+#: Weights that share a scale.
+_SHARING = {Format.Q8: GROUP, Format.Q8G16: GROUP // 2}
 
 
 class StoredRows(Protocol):
@@ -104,18 +122,18 @@ def convert(raw: Bytes, type_name: str, format_: Format) -> Bytes:
         return raw.copy()
     if not format_.quantized:
         return _plain(dequantize(raw, type_name), format_)
-    if format_ is Format.Q8:
+    if format_ in _SHARING:
         values = dequantize(raw, type_name)
-        if type_name in _WHOLE_MULTIPLES:
-            scales = raw.reshape(len(raw), -1, _WHOLE_MULTIPLES[type_name])[:, :, :2]
-            return _with_scales(values, np.ascontiguousarray(scales).view(np.float16)[:, :, 0])
-        if type_name == "MXFP4":
-            exponents = raw.reshape(len(raw), -1, _MXFP4_NBYTES)[:, :, 0].astype(np.int32) - _MXFP4_BIAS
-            if not (exponents > _F16_EXPONENTS[1]).any() and not _lost(values, exponents):
-                return _with_scales(values, np.ldexp(1.0, exponents).astype(np.float16))
-        return requantize_q8(values)
-    if type_name == "Q4_0":
+        scales = _own_scales(raw, type_name, values, format_)
+        return requantize(values, format_) if scales is None else _with_scales(values, scales, format_)
+    if type_name in ("TQ1_0", "TQ2_0"):
+        raw, type_name = _ternary_as_q4_0(raw, type_name), "Q4_0"
+    if type_name == NATIVE_TYPES[format_]:
+        return raw
+    if format_ is Format.Q4M and type_name == "Q4_0":
         return _q4_0_as_q4_1(raw)
+    if format_ is Format.Q4M and type_name == "Q4_K":
+        return _q4_k_as_q4_1(raw)
     raise UnsupportedModelError(f"weights of type {type_name} can't be held as {format_}")
 
 
@@ -165,9 +183,10 @@ def round_to_bf16(values: Floats) -> npt.NDArray[np.uint16]:
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
-def requantize_q8(values: Floats) -> Bytes:
-    """Rows [N, K] to Q8_0, each weight within half a step. A group with a NaN or an inf becomes NaN."""
-    groups = values.reshape(len(values), -1, GROUP)
+def requantize(values: Floats, format_: Format = Format.Q8) -> Bytes:
+    """Rows [N, K] to Q8_0 or Q8G16, each weight within half a step. What shares a scale with a NaN or an inf
+    becomes NaN."""
+    groups = values.reshape(len(values), -1, _SHARING[format_])
     with np.errstate(all="ignore"):
         exact = np.abs(groups).max(axis=2) / np.float32(_LARGEST)
         scale = exact.astype(np.float16)
@@ -175,12 +194,34 @@ def requantize_q8(values: Floats) -> Bytes:
         scale = np.where(scale.astype(np.float32) < exact, np.nextafter(scale, np.float16(np.inf)), scale)
         if (np.isinf(scale) & np.isfinite(exact)).any():
             raise CheckpointError(
-                f"it has weights as large as {np.abs(values).max():g}; the scales of q8 hold up to "
-                f"{_LARGEST * float(np.finfo(np.float16).max):g}. The file is damaged or its model diverged"
+                f"it has weights as large as {np.abs(values).max():g}; the scales of {format_} hold up to "
+                f"{_LARGEST * float(np.finfo(np.float16).max):g}. {_DAMAGED}"
             )
         scale = np.where(np.isfinite(exact), scale, np.float16(np.nan))
         quants = np.rint(groups / scale.astype(np.float32)[:, :, None])
-    return _q8_0(scale, quants).reshape(len(values), -1)
+    return _blocks_of_8_bits(scale, quants)
+
+
+def _own_scales(raw: Bytes, type_name: str, values: Floats, format_: Format) -> Floats | None:
+    """What each 32 or 16 weights are whole multiples of, f32 [N, parts]; None where a type is not like this,
+    or the multiples are of another length."""
+    rows, sharing = len(raw), _SHARING[format_]
+    if type_name in _WHOLE_MULTIPLES:
+        nbytes, before, weights = _WHOLE_MULTIPLES[type_name]
+        d = np.ascontiguousarray(raw.reshape(rows, -1, nbytes)[:, :, before : before + 2])
+        return np.repeat(d.view(np.float16)[:, :, 0].astype(np.float32), weights // sharing, axis=1)
+    if type_name == "MXFP4":
+        exponents = raw.reshape(rows, -1, _MXFP4_NBYTES)[:, :, 0].astype(np.int32) - _MXFP4_BIAS
+        if not (exponents > _F16_EXPONENTS[1]).any() and not _lost(values, exponents):
+            return np.repeat(np.ldexp(np.float32(1), exponents), GROUP // sharing, axis=1)
+    if type_name == "Q6_K" and format_ is Format.Q8G16:
+        # 128 bytes of low bits | 64 of high bits | 16 int8 scales | f16 d
+        blocks = np.ascontiguousarray(raw).reshape(rows, -1, 210)
+        d = blocks[:, :, 208:].copy().view(np.float16).astype(np.float32)
+        scales = blocks[:, :, 192:208].view(np.int8).astype(np.float32)
+        with np.errstate(all="ignore"):
+            return (d * scales).reshape(rows, -1)
+    return None
 
 
 def _lost(values: Floats, exponents: npt.NDArray[np.int32]) -> bool:
@@ -189,20 +230,45 @@ def _lost(values: Floats, exponents: npt.NDArray[np.int32]) -> bool:
     return bool(values.reshape(*exponents.shape, GROUP)[small].any())
 
 
-def _with_scales(values: Floats, scale: npt.NDArray[np.float16]) -> Bytes:
-    """Rows [N, K] to Q8_0 with the scales of their groups [N, K / 32]. Exact: an f16 times an integer of 8
-    bits is an f32, and a quotient that is an integer is not rounded."""
+def _with_scales(values: Floats, scales: Floats, format_: Format) -> Bytes:
+    """Rows [N, K] to Q8_0 or Q8G16 with the scales [N, parts] that they are whole multiples of: a quotient
+    that is an integer is not rounded. The scales are, to f16."""
     with np.errstate(all="ignore"):
-        quants = values.reshape(*scale.shape, GROUP) / scale.astype(np.float32)[:, :, None]
-    return _q8_0(scale, quants).reshape(len(values), -1)
+        quants = values.reshape(*scales.shape, -1) / scales[:, :, None]
+    return _blocks_of_8_bits(_as_f16(scales, format_), quants)
 
 
-def _q8_0(scale: npt.NDArray[np.float16], quants: Floats) -> Bytes:
-    """Blocks [N, groups, 34] of scales [N, groups] and whole numbers [N, groups, 32], of which those that a
-    zero, a NaN or an inf made are 0."""
-    head = np.ascontiguousarray(scale[:, :, None]).view(np.uint8)
+def _blocks_of_8_bits(scale: npt.NDArray[np.float16], quants: Floats) -> Bytes:
+    """Rows of Q8_0 or Q8G16 of scales [N, parts] and whole numbers [N, parts, 32 or 16], of which those that
+    a zero, a NaN or an inf made are 0."""
+    rows = len(scale)
     integers = np.nan_to_num(quants, nan=0.0, posinf=0.0, neginf=0.0).astype(np.int8)
-    return np.concatenate([head, integers.view(np.uint8)], axis=2)
+    blocks = integers.reshape(rows, -1, GROUP).view(np.uint8)
+    head = np.ascontiguousarray(scale).view(np.uint8).reshape(rows, blocks.shape[1], -1)
+    return np.concatenate([head, blocks], axis=2).reshape(rows, -1)
+
+
+def _as_f16(values: Floats, format_: Format) -> npt.NDArray[np.float16]:
+    """Scales or mins, rounded to nearest. CheckpointError for those beyond f16's reach."""
+    with np.errstate(all="ignore"):
+        halves = values.astype(np.float16)
+    if (np.isinf(halves) & np.isfinite(values)).any():
+        largest = np.abs(values[np.isfinite(values)]).max()
+        raise CheckpointError(
+            f"it has a scale or a min of {largest:g}; {format_} holds up to 65504. {_DAMAGED}"
+        )
+    return halves
+
+
+def _ternary_as_q4_0(raw: Bytes, type_name: str) -> Bytes:
+    values = dequantize(raw, type_name)
+    scales = _own_scales(raw, type_name, values, Format.Q8)
+    assert scales is not None
+    with np.errstate(all="ignore"):
+        whole = np.nan_to_num(values.reshape(*scales.shape, GROUP) / scales[:, :, None])
+    codes = (np.clip(whole, -8, 7) + 8).astype(np.uint8)
+    head = scales.astype(np.float16)[:, :, None].view(np.uint8)
+    return np.concatenate([head, pack_nibbles(codes)], axis=2).reshape(len(raw), -1)
 
 
 def _q4_0_as_q4_1(raw: Bytes) -> Bytes:
@@ -214,7 +280,27 @@ def _q4_0_as_q4_1(raw: Bytes) -> Bytes:
         m = d * np.float16(-8)
     if (np.isinf(m) & np.isfinite(d)).any():
         raise CheckpointError(
-            f"it has a scale of {np.abs(d[np.isfinite(d)]).max():g}; q4m holds up to 8188. The file is "
-            "damaged or its model diverged"
+            f"it has a scale of {np.abs(d[np.isfinite(d)]).max():g}; q4m holds up to 8188. {_DAMAGED}"
         )
     return np.concatenate([d.view(np.uint8), m.view(np.uint8), nibbles], axis=2).reshape(len(raw), -1)
+
+
+def _q4_k_as_q4_1(raw: Bytes) -> Bytes:
+    """Q4_K: f16 d | f16 dmin | 12 bytes of 8 scales and 8 mins, w = d scale q - dmin min | 128 bytes: four
+    times 32 weights in low nibbles, and the next 32 in high ones.
+
+        bytes 0 .. 3    scale of group 0 .. 3; in the upper two bits those of scale 4 .. 7
+        bytes 4 .. 7    min of group 0 .. 3;   in the upper two bits those of min 4 .. 7
+        bytes 8 .. 11   lower four bits of scale 4 .. 7 | of min 4 .. 7
+    """
+    blocks = np.ascontiguousarray(raw).reshape(-1, _Q4_K_NBYTES)
+    d, dmin = blocks[:, :4].copy().view(np.float16).astype(np.float32).T
+    first, upper, lower = blocks[:, 4:12] & 63, blocks[:, 4:12] >> 6 << 4, blocks[:, 12:16]
+    scales = np.concatenate([first[:, :4], upper[:, :4] | lower & 15], axis=1)
+    mins = np.concatenate([first[:, 4:], upper[:, 4:] | lower >> 4], axis=1)
+    with np.errstate(all="ignore"):
+        head = np.stack([d[:, None] * scales, -dmin[:, None] * mins], axis=2)
+    pairs = blocks[:, 16:].reshape(-1, 4, 1, GROUP)
+    codes = np.concatenate([pairs & 15, pairs >> 4], axis=2).reshape(-1, 8, GROUP)
+    halves = _as_f16(head, Format.Q4M).view(np.uint8)
+    return np.concatenate([halves, pack_nibbles(codes)], axis=2).reshape(len(raw), -1)

@@ -1,8 +1,8 @@
 """From logits to tokens.
 
-Order: bias, bans and penalties, here; then temperature, min_p, top_k, top_p and Gumbel noise, in `choice`. Rule:
-each row is sampled alone, from its own logits, parameters and ids, so what shares the batch can't touch it; a
-row whose logits are no numbers is an error, never token 0.
+Order: bias, bans and penalties, here; then temperature, min_p, top_k, top_p and Gumbel noise, in `choice`.
+Rule: each row is sampled alone, from its own logits, parameters and ids, so what shares the batch can't touch
+it; a row whose logits are no numbers is an error, never token 0.
 """
 
 from __future__ import annotations

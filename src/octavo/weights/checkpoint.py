@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from octavo.errors import CheckpointError, ModelLoadError, ProgramError, UnsupportedModelError
 from octavo.quantization.conversion import dequantize
-from octavo.quantization.formats import STORED_TYPES, Format, common_format
+from octavo.quantization.formats import STORED_TYPES, Format, common_format, holds_exactly
 
 
 class TensorInfo(Protocol):
@@ -140,10 +140,7 @@ class Checkpoint(abc.ABC):
         if plain is not None and not format_.quantized:
             format_ = plain
         for info in infos:
-            held = STORED_TYPES[info.type_name]
-            # What is wider than its own format is exact only in f32: q8's scales are not q4m's.
-            exact = format_ is Format.F32 or (held.lossless and format_ is held.format)
-            if not exact and info.type_name != "Q4_0" and len(info.shape) > 1:
+            if len(info.shape) > 1 and not holds_exactly(format_, info.type_name):
                 self._converted[info.type_name, format_] += 1
         return format_
 

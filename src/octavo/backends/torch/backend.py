@@ -42,7 +42,7 @@ from octavo.program.ir import (
 )
 from octavo.program.planner import SealedProgram
 from octavo.quantization.conversion import pieces
-from octavo.quantization.formats import GROUP, NATIVE_TYPES, Format
+from octavo.quantization.formats import NATIVE_TYPES, Format
 from octavo.quantization.packing import Groups, unpack_groups
 
 _DTYPES = {Format.F16: torch.float16, Format.BF16: torch.bfloat16}
@@ -220,7 +220,7 @@ class TorchBackend:
     def _embedding(self, op: Embedding, step: _Step) -> None:
         weight = self._weights[op.weight.id]
         if isinstance(weight, QuantizedWeight):
-            rows = weight.q[step.token_ids].float().view(step.num_tokens, -1, GROUP)
+            rows = weight.q[step.token_ids].float().view(step.num_tokens, weight.d.shape[1], -1)
             rows = rows * weight.d[step.token_ids][:, :, None]
             if weight.m is not None:
                 rows = rows + weight.m[step.token_ids][:, :, None]
@@ -254,10 +254,9 @@ class TorchBackend:
     def _qk_norm(self, op: QKNorm, step: _Step) -> None:
         qkv, out = self._buf(op.qkv, step), self._buf(op.out, step)
         out.copy_(qkv)
-        dim = qkv.shape[1] // (op.q_heads + 2 * op.kv_heads)
         start = 0
         for heads, weight in ((op.q_heads, op.q_weight), (op.kv_heads, op.k_weight)):
-            stop = start + heads * dim
+            stop = start + heads * op.head_dim
             rows = qkv[:, start:stop].reshape(-1, weight.shape[0])
             out[:, start:stop] = rms_norm(rows, self._dense(weight), op.eps).view(-1, stop - start)
             start = stop
@@ -321,9 +320,9 @@ def _write_groups(target: QuantizedWeight, groups: Groups, start: int, stop: int
 def _quantized_views(weight: Weight, memory: torch.Tensor) -> QuantizedWeight:
     """[q int8 | d f32 | m f32 if any] in one piece of memory."""
     n, k = weight.shape
-    groups = n * k // GROUP
     q = memory[: n * k].view(torch.int8).view(n, k)
     scales = memory[n * k :].view(torch.float32)
-    d = scales[:groups].view(n, -1)
-    m = scales[groups:].view(n, -1) if weight.format is Format.Q4M else None
+    if weight.format is not Format.Q4M:
+        return QuantizedWeight(weight.format, q, scales.view(n, -1), None)
+    d, m = scales.view(2, n, -1)
     return QuantizedWeight(weight.format, q, d, m)

@@ -20,7 +20,8 @@ _WIDENED = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """Integers q int8 [N, K]; scales d and mins m, f32 [N, K / 32]; views into the weights' memory."""
+    """Integers q int8 [N, K]; scales d f32 [N, K / 32], or [N, K / 16]; mins m like d, or None. Views
+    into the weights' memory. Where the contract says q - 8, that is what q holds."""
 
     format: Format
     q: torch.Tensor
@@ -60,9 +61,11 @@ def _quantized_tile(x: torch.Tensor, weight: QuantizedWeight, top: float) -> tor
     scale = torch.where(as_zeros, 0.0, peak / top)
     ints = torch.round(x * inverse[:, :, None])
     sums = scale * ints.sum(dim=2)  # exact: integers
-    dots = torch.bmm(ints.transpose(0, 1), weight.q.view(-1, groups, GROUP).permute(1, 2, 0).float())
+    parts = weight.d.shape[1]  # a group, or half of one
+    ints, scale = ints.view(rows, parts, -1), scale.repeat_interleave(parts // groups, dim=1)
+    dots = torch.bmm(ints.transpose(0, 1), weight.q.view(len(weight.q), parts, -1).permute(1, 2, 0).float())
     acc = x.new_zeros(rows, weight.q.shape[0])
-    for g in range(groups):
+    for g in range(parts):
         acc = _fma(dots[g], weight.d[:, g] * scale[:, g, None], acc)
         if weight.m is not None:
             acc = _fma(weight.m[:, g].expand_as(acc), sums[:, g, None].expand_as(acc), acc)

@@ -35,5 +35,5 @@ class TorchKernelTable:
             return weight.format.element_nbytes * elements
         if not self.quantized:
             return 4 * elements
-        scales = 2 if weight.format is Format.Q4M else 1
+        scales = 2 if weight.format in (Format.Q4M, Format.Q8G16) else 1
         return elements + 4 * scales * (elements // GROUP)

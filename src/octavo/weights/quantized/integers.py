@@ -1,17 +1,18 @@
-"""Weights that are integers with scales, in groups along K: as rows of Q4_1 or Q8_0 where those hold them.
+"""Weights that are integers with scales, in groups along K: as rows of Q4_0, Q4_1 or Q8_0 where those do.
 
     w[n, k] = s[n, g] (q[n, k] - z[n, g]),   g = group_of[k]
 
 Rule: a group that Octavo's groups of 32 divide only repeats its scale in each.
 
+    q of 4 bits, z = 8     -> Q4_0   d = s
     q of 4 bits            -> Q4_1   d = s, m = -s z
     q - z within an int8   -> Q8_0   d = s
     anything else          -> F16    s (q - z), rounded to nearest
     beyond f16             -> F32    s (q - z)
 
-Scales of f16 stay as they are in the first two; others are rounded, by at most 2^-11 of themselves. Where f16
-is coarser than 2^-10 of a scale or of a weight (below its normal numbers, above its largest), a later row of
-the table serves.
+Scales of f16 stay as they are in the first three; others are rounded, by at most 2^-11 of themselves. Where
+f16 is coarser than 2^-10 of a scale or of a weight (below its normal numbers, above its largest), a later row
+of the table serves.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.quantization.formats import GROUP
+from octavo.quantization.packing import pack_nibbles
 from octavo.weights.quantized.scheme import Bytes, PackedWeight, Reading, row_chunks
 
 Floats = npt.NDArray[np.float32]
@@ -69,12 +71,14 @@ class IntegerWeight(PackedWeight):
         if _divide_groups(self.group_of()):
             d = _halves(scales)
             close = _closeness(d, scales)
-            if self.bits == 4 and not self.signed:
+            symmetric = bool((zeros == self.middle).all())
+            if close and symmetric:
+                four = self.bits == 4
+                return Reading("Q4_0" if four else "Q8_0", f"{'q4' if four else 'q8'}{_HOW[close]}")
+            if self.bits == 4:
                 close = min(close, _closeness(_offsets(d, zeros), _products(d, zeros)))
                 if close:
                     return Reading("Q4_1", _Q4_1_HOW[close])
-            elif close and (zeros == self.middle).all():
-                return Reading("Q8_0", _Q8_0_HOW[close])
         size = np.abs(scales)
         span = (1 << self.bits) + int(np.abs(zeros).max())
         if ((size == 0) | (size >= _SMALLEST_NORMAL)).all() and size.max() * span <= _LARGEST:
@@ -95,7 +99,7 @@ class IntegerWeight(PackedWeight):
 
 _ROUNDED, _EXACT = 1, 2
 _Q4_1_HOW = {_ROUNDED: "q4m, scales and offsets rounded to f16", _EXACT: "q4m exactly"}
-_Q8_0_HOW = {_ROUNDED: "q8, scales rounded to f16", _EXACT: "q8 exactly"}
+_HOW = {_ROUNDED: ", scales rounded to f16", _EXACT: " exactly"}
 
 
 def _closeness(halves: Halves, exact: Floats) -> int:
@@ -131,11 +135,16 @@ def _offsets(d: Halves, zeros: Integers) -> Halves:
         return _halves(_products(d, zeros))
 
 
+def _as_q4_0(codes: Integers, scales: Floats, zeros: Integers, group_of: Integers) -> Bytes:
+    head = _halves(scales)[:, group_of[::GROUP], None].view(np.uint8)
+    nibbles = pack_nibbles(codes.reshape(len(codes), -1, GROUP))
+    return np.concatenate([head, nibbles], axis=2).reshape(len(codes), -1)
+
+
 def _as_q4_1(codes: Integers, scales: Floats, zeros: Integers, group_of: Integers) -> Bytes:
     d = _halves(scales)
     head = np.stack([d, _offsets(d, zeros)], axis=2)[:, group_of[::GROUP]].view(np.uint8)
-    blocks = codes.reshape(len(codes), -1, GROUP)
-    nibbles = blocks[:, :, : GROUP // 2] | blocks[:, :, GROUP // 2 :] << 4
+    nibbles = pack_nibbles(codes.reshape(len(codes), -1, GROUP))
     return np.concatenate([head, nibbles], axis=2).reshape(len(codes), -1)
 
 
@@ -160,6 +169,7 @@ def _values(codes: Integers, scales: Floats, zeros: Integers, group_of: Integers
 
 #: Bytes of 32 weights, and what writes them.
 _ENCODERS: dict[str, tuple[int, Callable[[Integers, Floats, Integers, Integers], Bytes]]] = {
+    "Q4_0": (18, _as_q4_0),
     "Q4_1": (20, _as_q4_1),
     "Q8_0": (34, _as_q8_0),
     "F16": (64, _as_f16),
