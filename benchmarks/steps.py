@@ -1,6 +1,6 @@
-"""What a step costs: decoding at several batch sizes and one prefill, with 16-bit and 8-bit activations.
+"""What a step costs: decoding at several batch sizes and one prefill, at each --activation-bits.
 
-Runs the model runner alone, without scheduler or sampling, on the default model. The two widths take turns,
+Runs the model runner alone, without scheduler or sampling, on the default model. The widths take turns,
 so that a noisy neighbour hits both. The last line of standard output is JSON.
 """
 
@@ -17,6 +17,7 @@ from rich.table import Table
 
 from octavo import ModelRunner
 from octavo.config.resolve import resolve
+from octavo.config.schema import ACTIVATION_BITS
 from octavo.platforms import cpu
 from octavo.program.ir import BLOCK_SIZE
 
@@ -24,7 +25,7 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 PREFILL = 512
 
 
-def make_runner(activation_bits: int, context: int) -> ModelRunner:
+def make_runner(activation_bits: str, context: int) -> ModelRunner:
     settings = {"activation_bits": activation_bits, "max_model_len": 2048, "backend": "native"}
     runner = ModelRunner("smollm2-135m-instruct", resolve(settings).config)
     runner.load(max(BATCHES) * (context // BLOCK_SIZE + 1) + PREFILL // BLOCK_SIZE)
@@ -56,26 +57,21 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--context", type=int, default=256, help="positions before a decoded token")
     args = parser.parse_args()
-    runners = {bits: make_runner(bits, args.context) for bits in (16, 8)}
+    runners = {bits: make_runner(bits, args.context) for bits in ACTIVATION_BITS}
     shapes = [(f"decode, batch {n}", n, 1, args.context) for n in BATCHES]
     shapes.append((f"prefill of {PREFILL}", 1, PREFILL, 0))
     rows = []
     for name, num_seqs, tokens_each, context in shapes:
-        seconds: dict[int, list[float]] = {bits: [] for bits in runners}
+        seconds: dict[str, list[float]] = {bits: [] for bits in runners}
         for _ in range(args.repeats + 1):
             for bits, runner in runners.items():
                 seconds[bits].append(step(runner, num_seqs, tokens_each, context))
-        medians = {bits: statistics.median(times[1:]) for bits, times in seconds.items()}
-        rows.append(
-            {
-                "step": name,
-                "ms_16": round(medians[16] * 1e3, 2),
-                "ms_8": round(medians[8] * 1e3, 2),
-                "ratio": round(medians[16] / medians[8], 2),
-                "tokens_per_s_16": round(num_seqs * tokens_each / medians[16]),
-                "tokens_per_s_8": round(num_seqs * tokens_each / medians[8]),
-            }
-        )
+        row: dict[str, object] = {"step": name}
+        for bits, times in seconds.items():
+            median = statistics.median(times[1:])
+            row[f"ms_{bits}"] = round(median * 1e3, 2)
+            row[f"tokens_per_s_{bits}"] = round(num_seqs * tokens_each / median)
+        rows.append(row)
     table = Table(*rows[0])
     for row in rows:
         table.add_row(*map(str, row.values()))

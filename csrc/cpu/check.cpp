@@ -143,18 +143,64 @@ bool is_quantized(int format) {
   return is_4_bit(format) || format == OCTAVO_FORMAT_Q8 || format == OCTAVO_FORMAT_Q8G16;
 }
 
+// Bytes that `rows` rows of activations take as a weight multiplies them, in up to `products` products.
+size_t prepared_nbytes(int format, int activation_bits, size_t width, size_t rows, size_t products) {
+  if (!is_quantized(format)) return 0;
+  const bool rough = is_4_bit(format) && activation_bits == 8;
+  const size_t element = rough ? sizeof(int8_t) : sizeof(int16_t);
+  const size_t row = width * element + 2 * (width / kGroup) * sizeof(float);
+  return align_up((rows + products * kMostPaddedRows) * row) + products * 4 * kAlignment;
+}
+
+// MoEScratch of kernels/moe.hpp.
+size_t experts_scratch(const OctavoOp& op, const OctavoLimits& limits, size_t num_threads) {
+  const OctavoExperts& e = *op.experts;
+  const size_t chunk = std::min(kExpertTokens, limits.max_tokens);
+  const size_t pairs = chunk * e.top_k;
+  const size_t experts = e.num_experts;
+  const size_t groups = std::min(experts, pairs);
+  const size_t padded_experts = (experts + kPanel - 1) / kPanel * kPanel;
+  const size_t prepared = std::max(
+      {prepared_nbytes(e.router_format, op.activation_bits, op.in_width, chunk, 1),
+       prepared_nbytes(e.gate_up_format, op.activation_bits, op.in_width, pairs, groups),
+       prepared_nbytes(e.down_format, op.activation_bits, e.width, pairs, groups)});
+  return align_up(chunk * padded_experts * sizeof(float)) + 4 * align_up(pairs * sizeof(float)) +
+         align_up(experts * sizeof(int32_t)) + align_up(2 * sizeof(int32_t)) +
+         align_up(experts * 3 * sizeof(int32_t)) + align_up(pairs * 2 * sizeof(int32_t)) +
+         align_up(pairs * op.in_width * sizeof(float)) + align_up(pairs * e.width * sizeof(float)) +
+         align_up(chunk * 2 * kPanel * num_threads * sizeof(float)) + prepared;
+}
+
+// Whether the experts of a moe can be walked: an expert's rows begin with a panel.
+bool check_experts(int index, const OctavoOp& op, OctavoStatus* status) {
+  const OctavoExperts* e = op.experts;
+  if (!e) {
+    refuse(status, OCTAVO_BAD_PROGRAM, index, -1, "a moe without experts");
+    return false;
+  }
+  if (e->top_k < 1 || e->top_k > e->num_experts) {
+    refuse(status, OCTAVO_BAD_PROGRAM, index, -1, "%d of %d experts a token", e->top_k,
+           e->num_experts);
+    return false;
+  }
+  if (e->width < kPanel || e->width % kPanel || op.out_width % kPanel) {
+    refuse(status, OCTAVO_BAD_PROGRAM, index, -1, "experts of %d and %d rows, not multiples of %d",
+           e->width, op.out_width, kPanel);
+    return false;
+  }
+  return true;
+}
+
 // Bytes of scratch memory a kernel uses at the limits; table.py bills the same.
 size_t scratch_needed(const OctavoOp& op, const OctavoLimits& limits, size_t num_threads) {
   if (op.kind == OCTAVO_OP_LINEAR && is_quantized(op.format)) {
-    const size_t rows = op.rows == OCTAVO_ROWS_TOKENS ? limits.max_tokens
-                        : op.rows == OCTAVO_ROWS_SEQS ? limits.max_seqs
-                                                      : limits.max_sampled;
+    const size_t rows = kMostPaddedRows + (op.rows == OCTAVO_ROWS_TOKENS ? limits.max_tokens
+                                           : op.rows == OCTAVO_ROWS_SEQS ? limits.max_seqs
+                                                                         : limits.max_sampled);
     const size_t groups = op.in_width / kGroup;
     const bool rough = is_4_bit(op.format) && op.activation_bits == 8;
     const size_t element = rough ? sizeof(int8_t) : sizeof(int16_t);
-    const size_t unpacked = rough && op.format == OCTAVO_FORMAT_Q4M ? groups * 2 * sizeof(Q4mBlock::quants) : 0;
-    return align_up(rows * op.in_width * element) + 2 * align_up(rows * groups * sizeof(float)) +
-           num_threads * unpacked;
+    return align_up(rows * op.in_width * element) + 2 * align_up(rows * groups * sizeof(float));
   }
   if (op.kind == OCTAVO_OP_ROTARY_STORE_KV) {
     return num_threads * align_up(op.head_dim * sizeof(float));
@@ -164,7 +210,7 @@ size_t scratch_needed(const OctavoOp& op, const OctavoLimits& limits, size_t num
     const size_t tile = static_cast<size_t>(kTile) * op.head_dim;
     return num_threads * align_up((3 * rows * op.head_dim + 4 * rows + 2 * tile) * sizeof(float));
   }
-  return 0;
+  return op.kind == OCTAVO_OP_MOE ? experts_scratch(op, limits, num_threads) : 0;
 }
 
 }  // namespace
@@ -177,6 +223,11 @@ bool check_program(const OctavoContext& context, OctavoStatus* status) {
       refuse(status, OCTAVO_BAD_PROGRAM, at, -1, "no op kind %d in this build", op.kind);
       return false;
     }
+    if (op.activation < 0 || op.activation >= OCTAVO_NUM_ACTIVATIONS) {
+      refuse(status, OCTAVO_BAD_PROGRAM, at, -1, "no activation %d in this build", op.activation);
+      return false;
+    }
+    if (op.kind == OCTAVO_OP_MOE && !check_experts(at, op, status)) return false;
     const size_t needed = scratch_needed(op, context.step.limits, context.team.size());
     if (static_cast<size_t>(op.scratch_nbytes) < needed) {
       refuse(status, OCTAVO_BAD_PROGRAM, at, -1, "%lld bytes of scratch memory, but %zu are needed",

@@ -14,22 +14,38 @@ namespace octavo {
 
 namespace {
 
-bool cpu_has_avx2() {
+bool cpu_has(int32_t isa) {
+  if (isa == OCTAVO_ISA_SCALAR) return true;
 #if defined(OCTAVO_X86)
   __builtin_cpu_init();
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("f16c");
-#else
-  return false;
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
+  if (isa == OCTAVO_ISA_AVX2) return avx2;
+  if (isa == OCTAVO_ISA_AVX512) {
+    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vnni");
+  }
 #endif
+  return false;
 }
 
+// The kernels of an ISA, or the fastest this CPU runs; null if it doesn't run them.
 const KernelSet* kernels_for(int32_t isa) {
+  if (isa == OCTAVO_ISA_AUTO) {
+    for (const int32_t better : {OCTAVO_ISA_AVX512, OCTAVO_ISA_AVX2}) {
+      if (cpu_has(better)) return kernels_for(better);
+    }
+    return &scalar_kernels();
+  }
+  if (!cpu_has(isa)) return nullptr;
+  switch (isa) {
 #if defined(OCTAVO_X86)
-  if (isa != OCTAVO_ISA_SCALAR && cpu_has_avx2()) return &avx2_kernels();
+    case OCTAVO_ISA_AVX512: return &avx512_kernels();
+    case OCTAVO_ISA_AVX2: return &avx2_kernels();
 #endif
-  if (isa == OCTAVO_ISA_AVX2) return nullptr;
-  return &scalar_kernels();
+    default: return &scalar_kernels();
+  }
 }
 
 // Rounding to nearest and subnormals kept, on whichever thread: a caller that flushes subnormals to

@@ -12,6 +12,8 @@ constexpr int kBlockTokens = 16; // tokens of a KV block
 constexpr int kTile = 64;        // KV positions that attention reduces at a time
 constexpr int kSplit = 512;      // KV positions that are reduced apart and merged in order
 constexpr size_t kAlignment = 64;
+constexpr int kExpertTokens = 512;  // tokens whose experts are worked on together
+constexpr int kMostPaddedRows = 4;  // that a kernel adds to the quantised rows of linear's last tile
 
 struct Half {
   uint16_t bits;
@@ -24,21 +26,21 @@ struct Bf16 {
 // A weight W [N, K] is N / 16 panels, one after the other; the last is padded with zero rows.
 // A panel is K / 32 blocks; a block holds 16 outputs n by 32 inputs k, scales inline.
 
-// q4m, w = scale * q + min. Row j of `quants` holds k = 4j .. 4j + 3: what one dword of four
-// activations multiplies, for all 16 outputs.
+// q4m, w = scale * q + min. Row j of `quants` holds k = 8j .. 8j + 7 of all 16 outputs: its low
+// nibbles what one dword of four activations multiplies, its high nibbles what the next one does.
 //
-//              byte 0 .. 3      4 .. 7           28 .. 31
-//   quants[j]  n=0, k=4j..4j+3  n=1, k=4j..4j+3  ...  n=7      in the low nibbles
-//              n=8              n=9                   n=15     in the high nibbles
+//              byte 0 .. 3        4 .. 7            60 .. 63
+//   quants[j]  n=0, k=8j..8j+3    n=1, k=8j..8j+3   ...  n=15    in the low nibbles
+//              n=0, k=8j+4..8j+7  n=1               ...  n=15    in the high nibbles
 struct Q4mBlock {
-  uint8_t quants[kGroup / 4][32];
+  uint8_t quants[kGroup / 8][4 * kPanel];
   Half scales[kPanel];
   Half mins[kPanel];
 };
 
 // q4, w = scale * (q - 8): a Q4mBlock without mins.
 struct Q4Block {
-  uint8_t quants[kGroup / 4][32];
+  uint8_t quants[kGroup / 8][4 * kPanel];
   Half scales[kPanel];
 };
 

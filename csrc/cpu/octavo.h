@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-enum OctavoIsa { OCTAVO_ISA_AUTO, OCTAVO_ISA_SCALAR, OCTAVO_ISA_AVX2 };
+enum OctavoIsa { OCTAVO_ISA_AUTO, OCTAVO_ISA_SCALAR, OCTAVO_ISA_AVX2, OCTAVO_ISA_AVX512 };
 
 /* How a weight lies in memory (layouts.hpp). */
 enum OctavoFormat {
@@ -29,6 +29,14 @@ enum OctavoFormat {
 
 enum OctavoDType { OCTAVO_DTYPE_F32, OCTAVO_DTYPE_F16 };
 
+/* Of gated activations: their contracts are in octavo/program/ir.py. */
+enum OctavoActivation {
+  OCTAVO_ACTIVATION_SILU,
+  OCTAVO_ACTIVATION_GELU_TANH,
+  OCTAVO_ACTIVATION_CLAMPED_SWIGLU,
+  OCTAVO_NUM_ACTIVATIONS
+};
+
 /* Which size of the step counts an op's rows. */
 enum OctavoRows { OCTAVO_ROWS_TOKENS, OCTAVO_ROWS_SEQS, OCTAVO_ROWS_SAMPLED };
 
@@ -39,10 +47,32 @@ enum OctavoOpKind {
   OCTAVO_OP_LINEAR,
   OCTAVO_OP_ROTARY_STORE_KV,
   OCTAVO_OP_ATTENTION,
-  OCTAVO_OP_GATED_SILU,
+  OCTAVO_OP_GATED_ACTIVATION,
   OCTAVO_OP_GATHER_ROWS,
+  OCTAVO_OP_ADD,
+  OCTAVO_OP_QK_NORM,
+  OCTAVO_OP_SCALE_LOGITS,
+  OCTAVO_OP_MOE,
   OCTAVO_NUM_OP_KINDS
 };
+
+/* The experts of a moe: weights packed like linear's, an expert's rows after the other's. */
+typedef struct OctavoExperts {
+  int32_t num_experts;    /* E */
+  int32_t top_k;          /* experts of a token */
+  int32_t normalize;      /* 1 if a token's shares are made to sum to 1 */
+  int32_t width;          /* F */
+  int32_t router_format;  /* OctavoFormat of each weight */
+  int32_t gate_up_format;
+  int32_t down_format;
+  int32_t reserved;       /* 0 */
+  const void* router;     /* [E, H] */
+  const void* gate_up;    /* [E 2 F, H] */
+  const void* down;       /* [E H, F] */
+  const float* router_bias;  /* [E], or NULL; likewise the following */
+  const float* gate_up_bias; /* [E 2 F] */
+  const float* down_bias;    /* [E H] */
+} OctavoExperts;
 
 /* One op of a bound program. Fields that a kind does not use are zero. */
 typedef struct OctavoOp {
@@ -59,18 +89,24 @@ typedef struct OctavoOp {
   int32_t rotary_dim;
   int32_t kv_group;      /* whose block table and slot mapping */
   int32_t window;        /* attention: positions seen, 0 for all */
-  float scale;           /* embedding, attention */
+  int32_t activation;    /* OctavoActivation of gated_activation and moe */
+  int32_t norm_together; /* qk_norm: 1 if all heads of a token are normalised as one */
+  float scale;           /* embedding, attention, scale_logits; add, add_rms_norm: of x */
+  float softcap;         /* attention, scale_logits: 0 for none */
   float eps;             /* norms */
-  int32_t activation_bits; /* linear on q4 and q4m: 8 or 16 */
+  int32_t activation_bits; /* linear, moe on q4m and q4: 8 or 16 */
   int64_t scratch_nbytes;
   const float* x;        /* [rows, in_width] */
-  const float* residual; /* add_rms_norm */
-  const void* weight;    /* packed weight, norm weight, or rope table */
+  const float* residual; /* add, add_rms_norm */
+  const void* weight;    /* packed weight, norm weight (qk_norm: of q), or rope table */
+  const float* k_weight; /* qk_norm */
+  const float* sinks;    /* attention: [q_heads], or NULL */
   const float* bias;     /* linear, or NULL */
   float* out;            /* [rows, out_width] */
   float* out_sum;        /* add_rms_norm; may be residual */
   void* kv;              /* pages of the layer's storage: [num_blocks][page] */
   void* scratch;
+  const OctavoExperts* experts; /* moe */
 } OctavoOp;
 
 /* What a step reads: StepInputs of octavo/backends/base.py. */

@@ -32,18 +32,14 @@ static_assert(sizeof(GgufQ4_0) == 18 && sizeof(GgufQ4_1) == 20 && sizeof(GgufQ8_
                   sizeof(RawQ8g16) == 36,
               "as in the file");
 
-void pack_nibbles(const uint8_t* from, uint8_t (*to)[32], int lane) {
+void pack_nibbles(const uint8_t* from, uint8_t (*to)[4 * kPanel], int lane) {
   constexpr uint32_t kLowNibbles = 0x0f0f0f0f;
-  const int shift = lane < 8 ? 0 : 4;
-  for (int quad = 0; quad < kGroup / 4; ++quad) {
-    uint32_t both;
-    std::memcpy(&both, from + 4 * (quad % 4), sizeof both);
-    const uint32_t quants = both >> (quad < 4 ? 0 : 4) & kLowNibbles;
-    uint8_t* at = to[quad] + lane % 8 * 4;
-    uint32_t packed;
-    std::memcpy(&packed, at, sizeof packed);
-    packed = (packed & ~(kLowNibbles << shift)) | quants << shift;
-    std::memcpy(at, &packed, sizeof packed);
+  for (int row = 0; row < kGroup / 8; ++row) {
+    uint32_t pair[2];  // k = 8 row .. 8 row + 7, all in one half of the nibbles
+    std::memcpy(pair, from + 8 * (row % 2), sizeof pair);
+    const int half = row < 2 ? 0 : 4;
+    const uint32_t packed = (pair[0] >> half & kLowNibbles) | (pair[1] >> half & kLowNibbles) << 4;
+    std::memcpy(to[row] + lane * 4, &packed, sizeof packed);
   }
 }
 

@@ -67,6 +67,7 @@ struct KernelSet {
 const KernelSet& scalar_kernels();
 #if defined(OCTAVO_X86)
 const KernelSet& avx2_kernels();
+const KernelSet& avx512_kernels();
 #endif
 
 }  // namespace octavo

@@ -18,6 +18,8 @@ import numpy.typing as npt
 import torch
 
 from octavo.backends.base import Backend, DeviceMemory, Int32Array, StepInputs
+from octavo.backends.native import library
+from octavo.backends.native.library import Isa
 from octavo.program.builder import ProgramBuilder
 from octavo.program.ir import BLOCK_SIZE, Buf, DType, Program, RopeTable
 from octavo.program.planner import Limits, SealedProgram, seal
@@ -40,6 +42,24 @@ _libm = ctypes.CDLL(ctypes.util.find_library("m") or "libm.so.6")
 _libm.fmaf.restype = ctypes.c_float
 _libm.fmaf.argtypes = [ctypes.c_float] * 3
 _fmaf = np.frompyfunc(_libm.fmaf, 3, 1)
+
+
+def _native_isas() -> list[str]:
+    """The builds of the native kernels that this CPU runs, the scalar one first."""
+    names: list[str] = []
+    for isa in Isa:
+        if isa is Isa.AUTO or not library.available():
+            continue
+        context = library.load().octavo_create(isa, 1)
+        if context:
+            names.append(isa.name.lower())
+            library.load().octavo_destroy(context)
+    return names
+
+
+NATIVE_ISAS = _native_isas()
+#: Builds of the kernels, each alone and with a second thread.
+NATIVE_VARIANTS = [(isa, threads) for isa in NATIVE_ISAS for threads in (1, 2)]
 
 
 def fma(a: F32Array, b: F32Array, c: F32Array) -> F32Array:
@@ -321,6 +341,8 @@ class Heads:
     dim: int = 16
     window: int | None = None
     rotary_dim: int | None = None  # None: all of dim
+    softcap: float | None = None
+    sinks: bool = False
 
     @property
     def qkv_width(self) -> int:
@@ -333,7 +355,8 @@ def attention_layer(b: ProgramBuilder, qkv: Buf, heads: Heads, max_positions: in
     kv = b.kv(heads.kv, heads.dim, window=heads.window)
     rope = b.rope_table(inv_freq(heads.rotary_dim or heads.dim), max_positions)
     q = b.rotary_store_kv(qkv, kv, rope, q_heads=heads.q)
-    return b.attention(q, kv, q_heads=heads.q, scale=heads.dim**-0.5)
+    sinks = b.weight("sinks", (heads.q,)) if heads.sinks else None
+    return b.attention(q, kv, q_heads=heads.q, scale=heads.dim**-0.5, softcap=heads.softcap, sinks=sinks)
 
 
 def attention_only(heads: Heads, rows: int, max_positions: int) -> Callable[[ProgramBuilder], Buf]:

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from harness import (
+    NATIVE_ISAS,
+    NATIVE_VARIANTS,
     UNIT,
     F32Array,
     Heads,
@@ -23,8 +25,10 @@ from harness import (
     stored,
 )
 
+from octavo.backends.base import Backend
 from octavo.backends.native import library
 from octavo.backends.native.backend import NativeBackend
+from octavo.backends.torch.backend import TorchBackend
 from octavo.program.builder import ProgramBuilder
 from octavo.program.ir import BLOCK_SIZE, Buf, DType
 from octavo.program.planner import Limits
@@ -35,7 +39,6 @@ MakeRig = Callable[..., Rig]
 F64Array = npt.NDArray[np.float64]
 DTYPES = list(DType)
 VOCAB = 128
-VARIANTS = [("scalar", 1), ("auto", 1), ("auto", 2)]
 
 
 def tokens(length: int, seed: int = 0) -> list[int]:
@@ -55,8 +58,12 @@ class Layer:
 
     def rig(self, threads: int = 2, isa: str = "auto", **options: Any) -> Rig:
         """A rig; its block order is a function of `seed`."""
+        return self.rig_on(NativeBackend(threads, isa), **options)
+
+    def rig_on(self, backend: Backend, **options: Any) -> Rig:
+        """A rig on any backend."""
         return self._make(
-            NativeBackend(threads, isa),
+            backend,
             attention_only(self.heads, VOCAB, self.length),
             weights={"qkv": stored(self.values)},
             kv_dtype=self._dtype,
@@ -95,12 +102,15 @@ def rotate(x: F32Array, rotary_dim: int) -> F32Array:
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., rotary_dim:]], axis=2)
 
 
-def reference(q: F64Array, k: F64Array, v: F64Array, heads: Heads) -> tuple[F64Array, F64Array]:
+def reference(
+    q: F64Array, k: F64Array, v: F64Array, heads: Heads, sinks: F32Array | None = None
+) -> tuple[F64Array, F64Array]:
     """Attention in float64, and a bound on what f32 may differ by; q [T, H, D], k and v [T, HK, D].
 
     A score is a chain of D fma and a product by the scale: off by (D + 2) UNIT sum |q k|. A weight
     is exp of it, less the maximum: relatively off by twice that, and by 8 UNIT for exp and its
-    argument's rounding at up to 87. Sums over n tokens and the quotient add n + 8 UNIT.
+    argument's rounding at up to 87. Sums over n tokens and the quotient add n + 8 UNIT. A softcap lessens
+    a score's error and adds 5 UNIT of the cap: its tanh's.
     """
     group = heads.q // heads.kv
     n = len(q)
@@ -112,11 +122,15 @@ def reference(q: F64Array, k: F64Array, v: F64Array, heads: Heads) -> tuple[F64A
         keys, values = k[:, h // group], v[:, h // group]
         scale = heads.dim**-0.5
         scores = np.where(visible, scale * q[:, h] @ keys.T, -np.inf)
-        p = np.exp(scores - scores.max(axis=1, keepdims=True))
-        p /= p.sum(axis=1, keepdims=True)
+        if heads.softcap is not None:
+            scores = np.where(visible, heads.softcap * np.tanh(scores / heads.softcap), -np.inf)
+        top = scores.max(axis=1, keepdims=True)
+        p = np.exp(scores - top)
+        p /= p.sum(axis=1, keepdims=True) + (0 if sinks is None else np.exp(sinks[h] - top))
         out[:, h] = p @ values
         magnitude = np.where(visible, scale * np.abs(q[:, h]) @ np.abs(keys).T, 0).max(axis=1)
-        relative = UNIT * (2 * (heads.dim + 2) * magnitude + 2 * 87 + n + 16)
+        magnitude = magnitude * (heads.dim + 2) + 5 * (heads.softcap or 0)
+        relative = UNIT * (2 * magnitude + 2 * 87 + n + 16)
         bound[:, h] = 2 * relative[:, None] * (p @ np.abs(values))
     return out.reshape(n, -1), bound.reshape(n, -1)
 
@@ -133,7 +147,7 @@ def test_the_cache_holds_rotated_keys_and_values(make_rig: MakeRig, heads: Heads
     ids = tokens(50)
     _, k, v = layer.split(ids)
     element = np.float16 if dtype is DType.F16 else np.float32
-    for isa, threads in VARIANTS:
+    for isa, threads in NATIVE_VARIANTS:
         rig = layer.rig(threads, isa)
         seq = Seq(ids)
         rig.step([(seq, 20)])
@@ -145,7 +159,7 @@ def test_the_cache_holds_rotated_keys_and_values(make_rig: MakeRig, heads: Heads
         assert (rig.memory.kv.numpy()[:, unused] == 0xFF).all()
 
 
-@pytest.mark.parametrize("isa", ["scalar", "auto"])
+@pytest.mark.parametrize("isa", NATIVE_ISAS)
 def test_q_is_rotated_too(make_rig: MakeRig, isa: str) -> None:
     def build(b: ProgramBuilder) -> Buf:
         kv = b.kv(2, 16)
@@ -158,7 +172,7 @@ def test_q_is_rotated_too(make_rig: MakeRig, isa: str) -> None:
     assert_same_bits(rig.rows(ids), rotate(q, 12).reshape(33, -1))
 
 
-@pytest.mark.parametrize("isa", ["scalar", "auto"])
+@pytest.mark.parametrize("isa", NATIVE_ISAS)
 def test_f16_rounds_to_nearest_even(make_rig: MakeRig, isa: str) -> None:
     """Every f16 value, the ties between neighbours and what lies next to a tie; overflow and NaN."""
     exact = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
@@ -191,6 +205,9 @@ SHAPES = [
     Heads(2, 2, 64),
     Heads(10, 2, 40, window=70),
     Heads(3, 1, 16, window=16),
+    Heads(4, 2, 16, softcap=2.0),
+    Heads(6, 2, 24, sinks=True),
+    Heads(9, 3, 8, window=70, softcap=3.0, sinks=True),
 ]
 
 
@@ -202,8 +219,12 @@ def test_close_to_float64(make_rig: MakeRig, heads: Heads, length: int, dtype: D
     seq = Seq(tokens(length))
     (out,) = rig.step([(seq, length)])
     q, _, _ = layer.split(seq.token_ids)
-    expected, bound = reference(rotate(q, heads.dim).astype(np.float64), *rig.stored_kv(seq, 0), heads)
+    sinks = rig.value("sinks").reshape(-1) if heads.sinks else None
+    q64 = rotate(q, heads.dim).astype(np.float64)
+    expected, bound = reference(q64, *rig.stored_kv(seq, 0), heads, sinks)
     assert (np.abs(out - expected) <= bound).all()
+    (by_torch,) = layer.rig_on(TorchBackend(num_threads=1)).step([(Seq(tokens(length)), length)])
+    assert (np.abs(out - by_torch) <= 2 * bound).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -214,8 +235,8 @@ def test_every_build_and_thread_count_gives_the_same_bits(
     layer = Layer(make_rig, heads, 600, dtype)
     ids = tokens(600)
     for chunk in (600, 45):
-        outs = [by_chunks(layer.rig(threads, isa), ids, chunk) for isa, threads in VARIANTS]
-        for out, variant in zip(outs, VARIANTS, strict=True):
+        outs = [by_chunks(layer.rig(threads, isa), ids, chunk) for isa, threads in NATIVE_VARIANTS]
+        for out, variant in zip(outs, NATIVE_VARIANTS, strict=True):
             assert_same_bits(out, outs[0], f"{variant}, chunks of {chunk}")
 
 
@@ -321,7 +342,7 @@ def test_what_is_seen_and_nan_shows(make_rig: MakeRig) -> None:
     ids = tokens(100)
     expected = by_chunks(layer.rig(), ids, 100)
     outs = []
-    for isa, threads in VARIANTS:
+    for isa, threads in NATIVE_VARIANTS:
         rig = layer.rig(threads, isa)
         seq = Seq(ids)
         rig.step([(seq, 80)])

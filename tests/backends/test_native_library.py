@@ -72,7 +72,8 @@ def test_it_is_found_here() -> None:
 
 
 def test_structs_have_the_size_of_their_c_twins() -> None:
-    assert ctypes.sizeof(library.OpDesc) == 16 * 4 + 9 * 8
+    assert ctypes.sizeof(library.OpDesc) == 20 * 4 + 12 * 8
+    assert ctypes.sizeof(library.ExpertsDesc) == 8 * 4 + 6 * 8
     assert ctypes.sizeof(library.Inputs) == 8 * 8
     assert ctypes.sizeof(library.LimitsDesc) == 6 * 4
     assert ctypes.sizeof(library.Status) == 3 * 4 + 180
@@ -92,7 +93,10 @@ def test_the_backend_says_which_kernels_run() -> None:
 @needs_library
 @pytest.mark.parametrize(
     ("threads", "isa", "message"),
-    [(0, "auto", "at least 1 thread, not 0"), (1, "avx9000", "no ISA 'avx9000'; known: auto, scalar, avx2")],
+    [
+        (0, "auto", "at least 1 thread, not 0"),
+        (1, "avx9000", "no ISA 'avx9000'; known: auto, scalar, avx2, avx512"),
+    ],
 )
 def test_settings_that_cannot_work(threads: int, isa: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from harness import (
+    NATIVE_ISAS,
+    NATIVE_VARIANTS,
     UNIT,
     F32Array,
     Rig,
@@ -39,7 +41,6 @@ LARGEST_QUANT = {
 }
 SCALE_BYTES = {Format.Q4: 2, Format.Q4M: 4, Format.Q8: 2, Format.Q8G16: 4}
 MAX_ROWS = 67
-VARIANTS = [("scalar", 1), ("scalar", 2), ("auto", 1), ("auto", 2), ("auto", 3)]
 
 
 def linear(
@@ -112,7 +113,7 @@ def test_every_build_computes_the_contract_bit_for_bit(
         largest = {Format.Q4: 0x00, Format.Q4M: 0xFF}
         block[:, SCALE_BYTES[format_] :] = largest.get(format_, 0x80)
     expected = contract(x, weight, format_, activation_bits)
-    for isa, threads in VARIANTS:
+    for isa, threads in NATIVE_VARIANTS:
         rig = make_rig(
             NativeBackend(threads, isa),
             linear(96, 37, bias=bias, rows=9),
@@ -142,7 +143,7 @@ def test_close_to_float64(make_rig: MakeRig, format_: Format, activation_bits: i
 
 
 @pytest.mark.parametrize("format_", [format_ for format_ in FORMATS if not format_.quantized])
-@pytest.mark.parametrize("isa", ["scalar", "auto"])
+@pytest.mark.parametrize("isa", NATIVE_ISAS)
 def test_plain_weights_have_any_width(make_rig: MakeRig, isa: str, format_: Format) -> None:
     def build(b: ProgramBuilder) -> Buf:
         b.kv(1, 8)
@@ -194,7 +195,7 @@ def test_what_is_not_finite_stays_in_its_row_and_shows(
     x[1, 5], x[2, 40], x[3, 0] = np.nan, np.inf, -np.inf
     x[4] *= 1e-38  # below what the quantiser resolves: zeros, not infinities
     outs = []
-    for isa in ("scalar", "auto"):
+    for isa in NATIVE_ISAS:
         rigs = [
             make_rig(
                 NativeBackend(1, isa),
@@ -236,7 +237,7 @@ def test_packing_loses_nothing(make_rig: MakeRig, format_: Format) -> None:
         stored(values[5:26], format_, row_order=order),
         stored(values[26:], format_),
     ]
-    for isa in ("scalar", "auto"):
+    for isa in NATIVE_ISAS:
         rig = make_rig(NativeBackend(2, isa), lookup(64, 45), weights={"w": parts}, formats={"w": format_})
         expected = np.concatenate([part.dequantize() for part in parts])
         assert_same_bits(rig.rows(range(45)), expected)

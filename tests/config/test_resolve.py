@@ -48,7 +48,7 @@ def test_every_setting_can_come_from_the_environment() -> None:
         "model": "other", "backend": "torch", "kv_dtype": "f16", "dtype": "bf16", "quantization": "int8",
         "max_model_len": 10, "max_num_seqs": 9,
         "max_num_batched_tokens": 8, "kv_cache_gib": 0.5, "prefix_caching": False, "policy": "priority",
-        "threads": 1, "activation_bits": 8, "cache_dir": "/tmp/here", "offline": True,
+        "threads": 1, "activation_bits": "8", "cache_dir": "/tmp/here", "offline": True,
         "pre_tokenizer": "llama-bpe", "api_workers": 3, "chat_template": "/tmp/t.jinja",
     }  # fmt: skip
     assert set(others) == {field.name for field in FIELDS}, "a new setting: add a value for it here"

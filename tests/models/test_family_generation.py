@@ -87,7 +87,7 @@ def test_greedy_tokens_are_transformers_whatever_the_load(family: str, tmp_path:
     assert generate(tmp_path, asked, budget=16, num_blocks=enough_for_one + 2) == alone
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral window", "qwen2", "phi3 longrope"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_native_gives_the_same_tokens(family: str, tmp_path: Path) -> None:
     model = make_model(family)
     model.save_pretrained(tmp_path)

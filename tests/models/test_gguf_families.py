@@ -62,6 +62,12 @@ def written(path: Path, family: str, types: str | Callable[[str], str] = "F32") 
     return file, model
 
 
+def mixed(name: str) -> str:
+    """A type by a tensor's name."""
+    kinds = {"gate_proj": "Q8_0", "down_proj": "Q4_0", "embed_tokens": "F16"}
+    return kinds.get(name.split(".")[-2], "Q5_0")
+
+
 def random_ids(length: int, batch: int = 2) -> list[list[int]]:
     ids: list[list[int]] = np.random.default_rng(length).integers(0, VOCAB, (batch, length)).tolist()
     return ids
@@ -104,10 +110,7 @@ def test_greedy_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["mixtral", "qwen3 moe", "gpt-oss", "phi3", "gemma3"])
 def test_stacks_and_fused_tensors_of_other_types(family: str, types: str, tmp_path: Path) -> None:
     """A stack's matrices are read where they lie in it. What is stacked here fits one format exactly."""
-    mixed = {"gate_proj": "Q8_0", "down_proj": "Q4_0", "embed_tokens": "F16"}
-    path, model = written(
-        tmp_path, family, (lambda name: mixed.get(name.split(".")[-2], "Q5_0")) if types == "mixed" else types
-    )
+    path, model = written(tmp_path, family, mixed if types == "mixed" else types)
     assert_logits(path, model, 40)
 
 
@@ -145,14 +148,30 @@ def test_any_value_of_any_key_makes_a_program_or_is_refused(family: str, tmp_pat
     assert refused > len(keys) * len(ODD_VALUES) / 3
 
 
+def on_native(path: Path, budget: int) -> ModelRunner:
+    settings = {"backend": "native", "threads": 2, "kv_dtype": "f32", "max_model_len": 64}
+    return ModelRunner(path, resolve({**settings, "max_num_batched_tokens": budget}).config)
+
+
 @pytest.mark.skipif(not library.available(), reason="the native library is not built")
-@pytest.mark.parametrize(
-    "family", ["llama", "llama biases", "llama llama3 rope", "llama yarn rope", "mistral window", "qwen2"]
-)
-def test_native_serves_close_relatives(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", CONVERTED)
+def test_native_serves(family: str, tmp_path: Path) -> None:
     path, model = written(tmp_path, family)
     ids = random_ids(40)
     exact, error = oracle(model, ids)
-    settings = {"backend": "native", "kv_dtype": "f32", "max_num_seqs": 64}
-    runner = ModelRunner(path, resolve(settings).config)
-    assert np.abs(runner.predict(ids) - exact).max() <= 32 * error
+    assert np.abs(on_native(path, 512).predict(ids) - exact).max() <= 32 * error
+
+
+@pytest.mark.skipif(not library.available(), reason="the native library is not built")
+@pytest.mark.parametrize("types", ["Q8_0", "Q4_1", "BF16", "MXFP4", "mixed"])
+@pytest.mark.parametrize(
+    "family", ["granite", "qwen3", "olmo2", "gemma2", "gemma3", "mixtral", "qwen3 moe", "gpt-oss"]
+)
+def test_native_serves_other_types(family: str, types: str, tmp_path: Path) -> None:
+    """Activations are rounded to integers of 12 bits and more where weights are integers."""
+    path, model = written(tmp_path, family, mixed if types == "mixed" else types)
+    ids = random_ids(40)
+    exact, _ = oracle(model, ids)
+    whole = on_native(path, 512).predict(ids)
+    assert np.abs(whole - exact).max() <= 6 * 2.0**-11 * np.abs(exact).max()
+    assert np.array_equal(on_native(path, 7).predict(ids), whole)

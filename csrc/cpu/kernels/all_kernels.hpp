@@ -2,7 +2,9 @@
 #pragma once
 
 #include "attention.hpp"
+#include "gates.hpp"
 #include "linear.hpp"
+#include "moe.hpp"
 #include "quantize_weights.hpp"
 #include "rotary.hpp"
 #include "rows.hpp"
@@ -11,7 +13,8 @@ namespace octavo::OCTAVO_ISA {
 
 // In the order of OctavoOpKind, and what else is in a KernelSet.
 #define OCTAVO_ALL_KERNELS \
-  {embedding, rms_norm, add_rms_norm, linear, rotary_store_kv, attention, gated_silu, gather_rows}, \
+  {embedding, rms_norm, add_rms_norm, linear, rotary_store_kv, attention, \
+   gated_activation, gather_rows, add, qk_norm, scale_logits, moe}, \
   quantize_row
 
 }  // namespace octavo::OCTAVO_ISA

@@ -106,7 +106,7 @@ OCTAVO_INLINE void attend_all(const KVTile<T>& tile, int tile_begin, const Octav
     }
     const size_t at = static_cast<size_t>(row) * op.head_dim;
     const RowState state{scratch.q + at, scratch.split_max + row, scratch.split_sum + row,
-                         scratch.split_out + at};
+                         scratch.split_out + at, op.softcap};
     with_rows<kRowsTogether>(together, [&](auto r) {
       attend_tile<decltype(r)::value>(tile, op.head_dim, seen, state);
     });
@@ -172,6 +172,18 @@ OCTAVO_INLINE void fold_split(const OctavoOp& op, const Item& item, int split_be
   }
 }
 
+// Merge in a last split of one score, the head's sink, and no value.
+OCTAVO_INLINE void fold_sinks(const OctavoOp& op, const Item& item, const Scratch& s) {
+  const int group = op.q_heads / op.kv_heads;
+  const size_t rows = static_cast<size_t>(item.num_tokens) * group;
+  memset(s.split_out, 0, rows * op.head_dim * sizeof(float));
+  for (size_t row = 0; row < rows; ++row) {
+    s.split_max[row] = op.sinks[item.kv_head * group + row % group];
+    s.split_sum[row] = 1.0f;
+    merge_row(static_cast<int>(row), op.head_dim, s);
+  }
+}
+
 // Query rows of an item lie together in q and out: head kv_head * group of each token, and on.
 OCTAVO_INLINE size_t item_column(const OctavoOp& op, const Item& item) {
   return static_cast<size_t>(item.kv_head) * (op.q_heads / op.kv_heads) * op.head_dim;
@@ -215,6 +227,7 @@ static void attend_item(const OctavoOp& op, const Item& item, const Scratch& scr
     attend_split<T>(op, item, positions, scratch);
     fold_split(op, item, split, scratch);
   }
+  if (op.sinks) fold_sinks(op, item, scratch);
   store_result(op, item, scratch);
 }
 

@@ -28,19 +28,21 @@ struct Span {
   int end;
 };
 
-// What R rows carry from tile to tile of a split. q is scaled; out is [R][head_dim].
+// What R rows carry from tile to tile of a split. q is scaled; out is [R][head_dim]; softcap is 0 for
+// none.
 struct RowState {
   const float* q;
   float* max;
   float* sum;
   float* out;
+  float softcap;
 };
 
 // scores[r][t] = q[r] . k[t] for the tokens of N neighbouring blocks, -inf where row r sees nothing.
 //
 //   k[block] is [head_dim][16]: a line is one dimension of 16 tokens, two vectors
 template <int R, int N, class T>
-OCTAVO_INLINE void score_blocks(const KVTile<T>& tile, int block, int head_dim, const float* q,
+OCTAVO_INLINE void score_blocks(const KVTile<T>& tile, int block, int head_dim, const RowState& rows,
                                 const Span* seen, float (*scores)[kTile]) {
   const F8 nothing = broadcast(-__builtin_inff());
   F8 acc[R][2 * N];
@@ -56,7 +58,7 @@ OCTAVO_INLINE void score_blocks(const KVTile<T>& tile, int block, int head_dim, 
     }
 OCTAVO_UNROLL(6)
     for (int r = 0; r < R; ++r) {
-      const F8 x = broadcast(q[r * head_dim + d]);
+      const F8 x = broadcast(rows.q[r * head_dim + d]);
       for (int i = 0; i < 2 * N; ++i) acc[r][i] = fma(x, k[i], acc[r][i]);
     }
   }
@@ -64,7 +66,8 @@ OCTAVO_UNROLL(6)
     for (int i = 0; i < 2 * N; ++i) {
       const int first = block * kBlockTokens + 8 * i;
       const Mask8 visible = lanes_between(first, seen[r].begin, seen[r].end);
-      store(scores[r] + first, select(visible, acc[r][i], nothing));
+      const F8 score = rows.softcap > 0.0f ? soften(acc[r][i], rows.softcap) : acc[r][i];
+      store(scores[r] + first, select(visible, score, nothing));
     }
   }
 }
@@ -177,11 +180,11 @@ static void attend_tile(const KVTile<T>& tile, int head_dim, const Span* seen, R
   if (R <= 2) {
     constexpr int kPair = R <= 2 ? 2 : 1;  // enough chains to hide an fma's latency
     for (; block + kPair <= blocks.end; block += kPair) {
-      score_blocks<R, kPair>(tile, block, head_dim, rows.q, seen, scores);
+      score_blocks<R, kPair>(tile, block, head_dim, rows, seen, scores);
     }
   }
   for (; block < blocks.end; ++block) {
-    score_blocks<R, 1>(tile, block, head_dim, rows.q, seen, scores);
+    score_blocks<R, 1>(tile, block, head_dim, rows, seen, scores);
   }
 
   float factor[R];

@@ -81,4 +81,19 @@ OCTAVO_INLINE F8 exp(F8 x) {
 
 OCTAVO_INLINE float exp(float x) { return first_lane(exp(broadcast(x))); }
 
+OCTAVO_INLINE F8 negate(F8 x) { return mul(x, broadcast(-1.0f)); }
+
+// (1 - e) / (1 + e) with e = exp(-2 |x|), negated where x < 0.
+OCTAVO_INLINE F8 tanh(F8 x) {
+  const F8 one = broadcast(1.0f);
+  const F8 e = exp(mul(max(x, negate(x)), broadcast(-2.0f)));
+  const F8 t = div(sub(one, e), add(one, e));
+  return select(less(x, zero()), negate(t), t);
+}
+
+// cap * tanh(x / cap).
+OCTAVO_INLINE F8 soften(F8 x, float cap) {
+  return mul(tanh(div(x, broadcast(cap))), broadcast(cap));
+}
+
 }  // namespace octavo::OCTAVO_ISA

@@ -5,6 +5,25 @@
 
 namespace octavo::OCTAVO_ISA {
 
+constexpr int kRowTile = kRowTiles[sizeof kRowTiles / sizeof *kRowTiles - 1];
+
+// The smallest of kRowTiles that holds `rows`, or the largest.
+OCTAVO_INLINE int tile_rows_for(int rows) {
+  for (const int tile : kRowTiles) {
+    if (tile >= rows) return tile;
+  }
+  return kRowTile;
+}
+
+// Call f(Rows<R>{}) with the R of kRowTiles that `rows` is.
+template <int I = 0, class F>
+OCTAVO_INLINE void with_tile_rows(int rows, F f) {
+  if constexpr (kRowTiles[I] < kRowTile) {
+    if (rows > kRowTiles[I]) return with_tile_rows<I + 1>(rows, f);
+  }
+  f(Rows<kRowTiles[I]>{});
+}
+
 // What a row of activations is quantised to. A group's sum of products with its weights stays below
 // 2^24 in each, so it converts to float exactly.
 struct RoughForQ4m {
@@ -33,7 +52,8 @@ struct ForQ4 : ForQ4m {
   static constexpr bool kScaleSums = false;
 };
 
-// Quantised rows, in tiles of kRowTile rows; the last tile may hold fewer, R of them:
+// Quantised rows, in tiles of kRowTile rows. The last tile has the R of kRowTiles that holds what is
+// left; rows of it that don't exist are zeros.
 //
 //   quants  tile [group][R][32]     the order in which a pass over a panel reads them
 //   scales  tile [group][R]
@@ -49,22 +69,20 @@ struct QuantizedRows {
   int num_rows;
   int width;
 
-  // Lay out rows in scratch memory; `*end` is what follows.
-  QuantizedRows(void* scratch, int num_rows, int width, char** end)
-      : num_rows(num_rows), width(width) {
-    const size_t per_group = align_up(static_cast<size_t>(num_rows) * groups() * sizeof(float));
+  // Lay out rows in scratch memory.
+  QuantizedRows(void* scratch, int num_rows, int width) : num_rows(num_rows), width(width) {
+    const size_t padded = num_rows + kMostPaddedRows;
     char* at = static_cast<char*>(scratch);
     quants = reinterpret_cast<T*>(at);
-    at += align_up(static_cast<size_t>(num_rows) * width * sizeof(T));
+    at += align_up(padded * width * sizeof(T));
     scales = reinterpret_cast<float*>(at);
-    at += per_group;
+    at += align_up(padded * groups() * sizeof(float));
     sums = reinterpret_cast<float*>(at);
-    *end = at + per_group;
   }
 
   int groups() const { return width / kGroup; }
   int num_tiles() const { return static_cast<int>(ceil_div(num_rows, kRowTile)); }
-  int rows_in_tile(int tile) const { return smaller_of(kRowTile, num_rows - tile * kRowTile); }
+  int rows_in_tile(int tile) const { return tile_rows_for(num_rows - tile * kRowTile); }
 };
 
 // One group: s = max|x| / Q, i = rint(x * (Q / max|x|)). A group so small that Q / max|x| overflows
@@ -111,11 +129,18 @@ OCTAVO_INLINE void quantize_tile(const QuantizedRows<Kind>& to, int tile, const 
   const size_t per_group = first * to.groups();
   auto* quants = to.quants + first * to.width;
   for (int row = 0; row < rows; ++row) {
+    const bool exists = first + row < static_cast<size_t>(to.num_rows);
     const float* from = x + (first + row) * to.width;
     for (int group = 0; group < to.groups(); ++group) {
       const size_t at = static_cast<size_t>(group) * rows + row;
-      quantize_group<Kind>(from + group * kGroup, quants + at * kGroup, to.scales + per_group + at,
-                           to.sums + per_group + at);
+      float* scale = to.scales + per_group + at;
+      float* sum = to.sums + per_group + at;
+      if (exists) {
+        quantize_group<Kind>(from + group * kGroup, quants + at * kGroup, scale, sum);
+      } else {
+        memset(quants + at * kGroup, 0, kGroup * sizeof *quants);
+        *scale = *sum = 0.0f;
+      }
     }
   }
 }

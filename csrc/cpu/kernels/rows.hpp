@@ -1,4 +1,4 @@
-// Ops that work on rows one by one and hold no state: embedding, norms, gated activation, gather.
+// Ops that work on rows one by one and hold no state: embedding, sums, norms, scaled logits, gather.
 #pragma once
 
 #include "math.hpp"
@@ -9,8 +9,8 @@ namespace octavo::OCTAVO_ISA {
 
 // The 4-bit integer of output `lane` and input k, in a row of quants that holds k.
 OCTAVO_INLINE int nibble_of(const uint8_t* quants, int lane, int k) {
-  const uint8_t both = quants[lane % 8 * 4 + k % 4];
-  return lane < 8 ? both & 15 : both >> 4;
+  const uint8_t both = quants[lane * 4 + k % 4];
+  return k % 8 < 4 ? both & 15 : both >> 4;
 }
 
 // Dequantise row n of a q4m weight: lane n % 16 of panel n / 16.
@@ -20,7 +20,7 @@ OCTAVO_INLINE void read_row(const Q4mBlock* weight, int n, int width, float* out
   const Q4mBlock* panel = weight + static_cast<size_t>(n / kPanel) * groups;
   for (int k = 0; k < width; ++k) {
     const Q4mBlock& block = panel[k / kGroup];
-    const int quant = nibble_of(block.quants[k % kGroup / 4], lane, k);
+    const int quant = nibble_of(block.quants[k % kGroup / 8], lane, k);
     const float scaled = to_float(block.scales[lane]) * static_cast<float>(quant);
     out[k] = scaled + to_float(block.mins[lane]);
   }
@@ -32,7 +32,7 @@ OCTAVO_INLINE void read_row(const Q4Block* weight, int n, int width, float* out)
   const Q4Block* panel = weight + static_cast<size_t>(n / kPanel) * groups;
   for (int k = 0; k < width; ++k) {
     const Q4Block& block = panel[k / kGroup];
-    const int quant = nibble_of(block.quants[k % kGroup / 4], lane, k) - 8;
+    const int quant = nibble_of(block.quants[k % kGroup / 8], lane, k) - 8;
     out[k] = to_float(block.scales[lane]) * static_cast<float>(quant);
   }
 }
@@ -91,7 +91,7 @@ static void embedding(const OctavoOp& op, const Step& step, Worker& worker) {
   }
 }
 
-// -- norms --------------------------------------------------------------------------------------
+// -- sums and norms -----------------------------------------------------------------------------
 
 // out = (x * r) * w with r = 1 / sqrt(mean(x * x) + eps); width is a multiple of 8.
 OCTAVO_INLINE void normalize(const float* x, const float* weight, float eps, int width, float* out) {
@@ -115,33 +115,67 @@ static void rms_norm(const OctavoOp& op, const Step& step, Worker& worker) {
   });
 }
 
+// out = residual + scale * x, for one row; out may be residual.
+OCTAVO_INLINE void add_row(const OctavoOp& op, size_t at, float* out) {
+  const F8 scale = broadcast(op.scale);
+  for (int k = 0; k < op.out_width; k += 8) {
+    store(out + at + k, add(load(op.residual + at + k), mul(load(op.x + at + k), scale)));
+  }
+}
+
+static void add(const OctavoOp& op, const Step& step, Worker& worker) {
+  for_each_row(rows_of(op, step), worker,
+               [&](int64_t row) { add_row(op, row * op.out_width, op.out); });
+}
+
 static void add_rms_norm(const OctavoOp& op, const Step& step, Worker& worker) {
   const float* weight = static_cast<const float*>(op.weight);
   for_each_row(rows_of(op, step), worker, [&](int64_t row) {
     const size_t at = row * op.out_width;
-    for (int k = 0; k < op.out_width; k += 8) {
-      store(op.out_sum + at + k, add(load(op.residual + at + k), load(op.x + at + k)));
-    }
+    add_row(op, at, op.out_sum);
     normalize(op.out_sum + at, weight, op.eps, op.out_width, op.out + at);
   });
 }
 
-// -- gated activation ---------------------------------------------------------------------------
-
-// silu(x[:, :F]) * x[:, F:], silu(g) = g / (1 + exp(-g)); F is a multiple of 8.
-static void gated_silu(const OctavoOp& op, const Step& step, Worker& worker) {
-  const int width = op.out_width;
-  const F8 one = broadcast(1.0f);
-  const F8 largest_exponent = broadcast(87.0f);
+// A row is q [q_heads][head_dim], k [kv_heads][head_dim] and v, which is copied.
+static void qk_norm(const OctavoOp& op, const Step& step, Worker& worker) {
+  const int q_width = op.q_heads * op.head_dim;
+  const int k_width = op.kv_heads * op.head_dim;
+  const float* q_weight = static_cast<const float*>(op.weight);
   for_each_row(rows_of(op, step), worker, [&](int64_t row) {
-    const float* gate = op.x + row * op.in_width;
-    const float* up = gate + width;
-    float* out = op.out + row * width;
-    for (int k = 0; k < width; k += 8) {
-      const F8 g = load(gate + k);
-      const F8 e = exp(min(sub(zero(), g), largest_exponent));
-      store(out + k, mul(div(g, add(one, e)), load(up + k)));
+    const float* x = op.x + row * op.in_width;
+    float* out = op.out + row * op.out_width;
+    const int q_step = op.norm_together ? q_width : op.head_dim;
+    for (int d = 0; d < q_width; d += q_step) normalize(x + d, q_weight, op.eps, q_step, out + d);
+    x += q_width;
+    out += q_width;
+    const int k_step = op.norm_together ? k_width : op.head_dim;
+    for (int d = 0; d < k_width; d += k_step) {
+      normalize(x + d, op.k_weight, op.eps, k_step, out + d);
     }
+    memcpy(out + k_width, x + k_width, k_width * sizeof(float));
+  });
+}
+
+// -- logits -------------------------------------------------------------------------------------
+
+OCTAVO_INLINE F8 scaled_logits(F8 x, const OctavoOp& op) {
+  const F8 scaled = mul(x, broadcast(op.scale));
+  return op.softcap > 0.0f ? soften(scaled, op.softcap) : scaled;
+}
+
+// Rows are as long as the vocabulary, which may be no multiple of 8; out may be x.
+static void scale_logits(const OctavoOp& op, const Step& step, Worker& worker) {
+  const int width = op.out_width;
+  const int whole = width / 8 * 8;
+  for_each_row(rows_of(op, step), worker, [&](int64_t row) {
+    const float* x = op.x + row * width;
+    float* out = op.out + row * width;
+    for (int k = 0; k < whole; k += 8) store(out + k, scaled_logits(load(x + k), op));
+    float last[8] = {};
+    memcpy(last, x + whole, (width - whole) * sizeof(float));
+    store(last, scaled_logits(load(last), op));
+    memcpy(out + whole, last, (width - whole) * sizeof(float));
   });
 }
 

@@ -7,8 +7,11 @@
 //   F8        8 floats: load, store, add, sub, mul, div, fma (one rounding), max, min, round_even
 //   Mask8     8 truths: less, lanes_between, select
 //   I32x8     8 int32: round_to_int (NaN and overflow give INT_MIN), to_float, sum_lanes
-//   Bytes32 ..  dot products of 4-bit and 8-bit weights, exact
-//   kRowTile, kRowsTogether   rows of x, and of queries, whose sums fit the registers
+//   F32x16, I32x16   the 16 outputs of a weight panel
+//   Bytes64     64 weights of a panel's block, four k's for each output: products with int8, exact
+//   Words32     32 of them, two k's for each output: products with int16, exact. low_even .. high_odd
+//               take those k = 0, 2 | 1, 3 | 4, 6 | 5, 7 of a row of Q4mBlock::quants
+//   kRowTiles, kRowsTogether   rows of x, and of queries, whose sums fit the registers
 //
 // max(a, b) is a > b ? a : b and min(a, b) is a < b ? a : b, per lane: what x86 does with NaN.
 #pragma once
@@ -36,10 +39,16 @@ OCTAVO_INLINE float to_float(Bf16 b) {
 
 }  // namespace octavo::OCTAVO_ISA
 
-#if defined(OCTAVO_KERNELS_AVX2)
+#if defined(OCTAVO_KERNELS_AVX512)
 #define OCTAVO_UNROLL(n) OCTAVO_PRAGMA(GCC unroll n)
 #include "simd_avx2.hpp"
+#include "panel_avx512.hpp"
+#elif defined(OCTAVO_KERNELS_AVX2)
+#define OCTAVO_UNROLL(n) OCTAVO_PRAGMA(GCC unroll n)
+#include "simd_avx2.hpp"
+#include "panel_avx2.hpp"
 #else
 #define OCTAVO_UNROLL(n)
 #include "simd_scalar.hpp"
+#include "panel_scalar.hpp"
 #endif

@@ -5,7 +5,6 @@
 
 namespace octavo::OCTAVO_ISA {
 
-constexpr int kRowTile = 4;
 constexpr int kRowsTogether = 6;
 
 struct F8 {
@@ -126,81 +125,6 @@ OCTAVO_INLINE void store_narrow(int8_t* p, const I32x8 (&a)[4]) {
   const __m256i high = _mm256_permute4x64_epi64(_mm256_packs_epi32(a[2].v, a[3].v), 0xd8);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                       _mm256_permute4x64_epi64(_mm256_packs_epi16(low, high), 0xd8));
-}
-
-// -- dot products of 4-bit weights with int8 activations ----------------------------------------
-
-struct Bytes32 {
-  __m256i v;
-};
-struct I16x16 {
-  __m256i v;
-};
-
-OCTAVO_INLINE Bytes32 load_bytes(const uint8_t* p) {
-  return {_mm256_load_si256(reinterpret_cast<const __m256i*>(p))};
-}
-OCTAVO_INLINE void store_bytes(uint8_t* p, Bytes32 a) {
-  _mm256_store_si256(reinterpret_cast<__m256i*>(p), a.v);
-}
-OCTAVO_INLINE Bytes32 low_nibbles(Bytes32 a) {
-  return {_mm256_and_si256(a.v, _mm256_set1_epi8(15))};
-}
-OCTAVO_INLINE Bytes32 high_nibbles(Bytes32 a) {
-  return {_mm256_and_si256(_mm256_srli_epi16(a.v, 4), _mm256_set1_epi8(15))};
-}
-// Four activations, in each of eight dwords.
-OCTAVO_INLINE Bytes32 broadcast_quad(const int8_t* p) {
-  int32_t quad;
-  memcpy(&quad, p, sizeof quad);
-  return {_mm256_set1_epi32(quad)};
-}
-OCTAVO_INLINE I16x16 zero_i16() { return {_mm256_setzero_si256()}; }
-
-// An empty asm that keeps GCC from reassociating a chain of integer additions, which makes it spill
-// (measured: 1.5 to 2 times slower). By value: on a reference it pins the sum to memory instead.
-OCTAVO_INLINE __m256i keep_order(__m256i sum) {
-  asm("" : "+x"(sum));
-  return sum;
-}
-
-// sum + weights (0 .. 15) * activations (int8), adjacent pairs added. Cannot overflow within a
-// group: 8 quads of 2 * 15 * 127 are 30480.
-OCTAVO_INLINE I16x16 multiply_add(Bytes32 weights, Bytes32 activations, I16x16 sum) {
-  return {keep_order(
-      _mm256_add_epi16(sum.v, _mm256_maddubs_epi16(weights.v, activations.v)))};
-}
-OCTAVO_INLINE I32x8 add_pairs(I16x16 a) { return {_mm256_madd_epi16(a.v, _mm256_set1_epi16(1))}; }
-
-// -- dot products with int16 activations --------------------------------------------------------
-
-struct Words16 {
-  __m256i v;
-};
-
-// Nibbles of a row of Q4mBlock::quants as words: of outputs 0..7 (low) or 8..15 (high), each dword
-// holding k = 4j, 4j + 2 (even) or 4j + 1, 4j + 3 (odd) of one output.
-OCTAVO_INLINE Words16 low_even(Bytes32 a) { return {_mm256_and_si256(a.v, _mm256_set1_epi16(15))}; }
-OCTAVO_INLINE Words16 low_odd(Bytes32 a) {
-  return {_mm256_and_si256(_mm256_srli_epi16(a.v, 8), _mm256_set1_epi16(15))};
-}
-OCTAVO_INLINE Words16 high_even(Bytes32 a) {
-  return {_mm256_and_si256(_mm256_srli_epi16(a.v, 4), _mm256_set1_epi16(15))};
-}
-OCTAVO_INLINE Words16 high_odd(Bytes32 a) { return {_mm256_srli_epi16(a.v, 12)}; }
-
-// 16 int8 weights, widened.
-OCTAVO_INLINE Words16 load_widened(const int8_t* p) {
-  return {_mm256_cvtepi8_epi16(_mm_load_si128(reinterpret_cast<const __m128i*>(p)))};
-}
-// Two activations, in each of eight dwords.
-OCTAVO_INLINE Words16 broadcast_pair(const int16_t* p) {
-  int32_t pair;
-  memcpy(&pair, p, sizeof pair);
-  return {_mm256_set1_epi32(pair)};
-}
-OCTAVO_INLINE I32x8 multiply_add(Words16 weights, Words16 activations, I32x8 sum) {
-  return {keep_order(_mm256_add_epi32(sum.v, _mm256_madd_epi16(weights.v, activations.v)))};
 }
 
 OCTAVO_INLINE void prefetch(const void* p) {

@@ -3,7 +3,6 @@
 
 namespace octavo::OCTAVO_ISA {
 
-constexpr int kRowTile = 2;
 constexpr int kRowsTogether = 2;
 
 struct F8 {
@@ -197,84 +196,6 @@ OCTAVO_INLINE I32x8 swap_middle(I32x8 a) {
 template <class T>
 OCTAVO_INLINE void store_narrow(T* p, const I32x8 (&a)[4]) {
   for (int i = 0; i < 32; ++i) p[i] = static_cast<T>(a[i / 8].v[i % 8]);
-}
-
-// -- dot products of 4-bit weights with int8 activations ----------------------------------------
-
-struct Bytes32 {
-  uint8_t v[32];
-};
-struct I16x16 {
-  int16_t v[16];
-};
-
-OCTAVO_INLINE Bytes32 load_bytes(const uint8_t* p) {
-  Bytes32 r;
-  memcpy(r.v, p, sizeof r.v);
-  return r;
-}
-OCTAVO_INLINE void store_bytes(uint8_t* p, Bytes32 a) { memcpy(p, a.v, sizeof a.v); }
-OCTAVO_INLINE Bytes32 low_nibbles(Bytes32 a) {
-  for (int i = 0; i < 32; ++i) a.v[i] &= 15;
-  return a;
-}
-OCTAVO_INLINE Bytes32 high_nibbles(Bytes32 a) {
-  for (int i = 0; i < 32; ++i) a.v[i] >>= 4;
-  return a;
-}
-OCTAVO_INLINE Bytes32 broadcast_quad(const int8_t* p) {
-  Bytes32 r;
-  for (int i = 0; i < 32; ++i) r.v[i] = static_cast<uint8_t>(p[i % 4]);
-  return r;
-}
-OCTAVO_INLINE I16x16 zero_i16() { return {}; }
-OCTAVO_INLINE I16x16 multiply_add(Bytes32 weights, Bytes32 activations, I16x16 sum) {
-  for (int i = 0; i < 16; ++i) {
-    const int even = weights.v[2 * i] * static_cast<int8_t>(activations.v[2 * i]);
-    const int odd = weights.v[2 * i + 1] * static_cast<int8_t>(activations.v[2 * i + 1]);
-    sum.v[i] = static_cast<int16_t>(sum.v[i] + even + odd);
-  }
-  return sum;
-}
-OCTAVO_INLINE I32x8 add_pairs(I16x16 a) {
-  I32x8 r;
-  for (int i = 0; i < 8; ++i) r.v[i] = a.v[2 * i] + a.v[2 * i + 1];
-  return r;
-}
-
-// -- dot products with int16 activations --------------------------------------------------------
-
-struct Words16 {
-  int16_t v[16];
-};
-
-// Word i is byte 2 i + odd, its low or high nibble.
-OCTAVO_INLINE Words16 nibble_words(Bytes32 a, int odd, int shift) {
-  Words16 r;
-  for (int i = 0; i < 16; ++i) r.v[i] = static_cast<int16_t>(a.v[2 * i + odd] >> shift & 15);
-  return r;
-}
-OCTAVO_INLINE Words16 low_even(Bytes32 a) { return nibble_words(a, 0, 0); }
-OCTAVO_INLINE Words16 low_odd(Bytes32 a) { return nibble_words(a, 1, 0); }
-OCTAVO_INLINE Words16 high_even(Bytes32 a) { return nibble_words(a, 0, 4); }
-OCTAVO_INLINE Words16 high_odd(Bytes32 a) { return nibble_words(a, 1, 4); }
-
-OCTAVO_INLINE Words16 load_widened(const int8_t* p) {
-  Words16 r;
-  for (int i = 0; i < 16; ++i) r.v[i] = p[i];
-  return r;
-}
-OCTAVO_INLINE Words16 broadcast_pair(const int16_t* p) {
-  Words16 r;
-  for (int i = 0; i < 16; ++i) r.v[i] = p[i % 2];
-  return r;
-}
-OCTAVO_INLINE I32x8 multiply_add(Words16 weights, Words16 activations, I32x8 sum) {
-  for (int i = 0; i < 8; ++i) {
-    sum.v[i] += weights.v[2 * i] * activations.v[2 * i] +
-                weights.v[2 * i + 1] * activations.v[2 * i + 1];
-  }
-  return sum;
 }
 
 OCTAVO_INLINE void prefetch(const void*) {}

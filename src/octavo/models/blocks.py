@@ -87,7 +87,8 @@ def gated_mlp(
     names = ["gate_up_proj"] if fused else ["gate_proj", "up_proj"]
     gate_up = stacked(b, f"{name}.gate_up", (2 * width, hidden), [f"{name}.{n}.weight" for n in names])
     down = b.weight(f"{name}.down_proj.weight", (hidden, width), shard=Shard.COLUMNS)
-    return b.linear(b.gated_activation(b.linear(x, gate_up), activation), down)
+    activated = b.gated_activation(b.linear(x, gate_up, feed_forward=True), activation)
+    return b.linear(activated, down, feed_forward=True)
 
 
 def expert_mlp(

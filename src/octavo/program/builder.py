@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from octavo.errors import ProgramError
 from octavo.program.ir import (
+    ACTIVATIONS,
     KV,
     Add,
     AddRMSNorm,
@@ -36,15 +37,13 @@ from octavo.program.ir import (
 from octavo.program.kv_groups import assign_groups
 from octavo.quantization.formats import GROUP, Format
 
-ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
-
 
 class ProgramBuilder:
     """Collects the ops of one program.
 
     format_of: which format holds the named checkpoint tensors, stacked; asked once per weight.
     kv_dtype: the element type of the KV cache. activation_bits: what activations are quantised to
-    where they meet weights of 4 bits.
+    where they meet weights of 4 bits, feed_forward_bits: in feed-forward layers.
     """
 
     def __init__(
@@ -54,11 +53,13 @@ class ProgramBuilder:
         format_of: Callable[[tuple[str, ...]], Format],
         kv_dtype: DType,
         activation_bits: int = 16,
+        feed_forward_bits: int = 16,
     ) -> None:
         self._name = name
         self._format_of = format_of
         self._kv_dtype = kv_dtype
         self._activation_bits = activation_bits
+        self._feed_forward_bits = feed_forward_bits
         self._ops: list[Op] = []
         self._weights: dict[str, Weight] = {}
         self._ropes: list[RopeTable] = []
@@ -164,7 +165,9 @@ class ProgramBuilder:
         )  # fmt: skip
         return self._emit(op), total
 
-    def linear(self, x: Buf, weight: Weight, *, bias: Weight | None = None) -> Buf:
+    def linear(
+        self, x: Buf, weight: Weight, *, bias: Weight | None = None, feed_forward: bool = False
+    ) -> Buf:
         """[*, K] -> [*, N]."""
         self._parameter(weight, 2, "linear")
         self._expect(x, weight.shape[1], weight)
@@ -173,7 +176,8 @@ class ProgramBuilder:
             if bias.shape != (weight.shape[0],):
                 raise ProgramError(f"bias {bias} {bias.shape} does not fit {weight} {weight.shape}")
         out = self._buf((x.rows, weight.shape[0]))
-        bits = self._activation_bits if weight.format.is_4_bit else None
+        width = self._feed_forward_bits if feed_forward else self._activation_bits
+        bits = width if weight.format.is_4_bit else None
         return self._emit(Linear(out=out, x=x, weight=weight, bias=bias, activation_bits=bits))
 
     def qk_norm(
@@ -275,9 +279,11 @@ class ProgramBuilder:
             if bias.shape != matrix.shape[:1]:
                 raise ProgramError(f"bias {bias} {bias.shape} does not fit {matrix} {matrix.shape}")
         of_router, of_gate_up, of_down = biases or (None, None, None)
+        rough = any(weight.format.is_4_bit for weight in (router, gate_up, down))
         op = MoE(
             out=self._buf(x.shape), x=x, router=router, gate_up=gate_up, down=down, num_experts=experts,
-            top_k=top_k, normalize=normalize, activation=activation, router_bias=of_router,
+            top_k=top_k, normalize=normalize, activation=activation,
+            activation_bits=self._activation_bits if rough else None, router_bias=of_router,
             gate_up_bias=of_gate_up, down_bias=of_down,
         )  # fmt: skip
         return self._emit(op)

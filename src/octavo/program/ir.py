@@ -27,6 +27,8 @@ BLOCK_SIZE = 16
 KV_TILE = 64
 #: Tiles are folded online within a split of this many positions; splits are merged in order.
 KV_SPLIT = 512
+#: What a gated activation may be.
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 
 
 class Dim(enum.StrEnum):
@@ -291,7 +293,10 @@ class RMSNorm(Op):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Add(Op):
-    """out = residual + x_scale * x.   All [*, K] f32. out may lie where residual lies."""
+    """out = residual + x_scale * x.   All [*, K] f32. out may lie where residual lies.
+
+    The product rounds before the sum; without x_scale there is none.
+    """
 
     x: Buf
     residual: Buf
@@ -301,7 +306,7 @@ class Add(Op):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddRMSNorm(Op):
-    """out_sum = residual + x_scale * x;  out = RMSNorm(out_sum).   All [*, K] f32.
+    """out_sum = residual + x_scale * x, as Add;  out = RMSNorm(out_sum).   All [*, K] f32.
 
     out_sum may lie where residual lies: rows are independent and elements are read before written.
     """
@@ -362,6 +367,16 @@ class QKNorm(Op):
     eps: float
     kind: ClassVar[str] = "qk_norm"
 
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.qkv.width // (self.q_heads + 2 * self.kv_heads)
+
+    @property
+    def together(self) -> bool:
+        """Whether all heads of a token are normalised together."""
+        return (self.q_weight.shape[0], self.k_weight.shape[0]) != (self.head_dim, self.head_dim)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryStoreKV(Op):
@@ -391,7 +406,8 @@ class Attention(Op):
     Per token and head, with qs = q * scale:
       split   KV positions in splits of KV_SPLIT, in order; each starts from m = -inf, l = 0, o = 0.
       tile    within a split, tiles of KV_TILE, in order; tiles with no visible position are skipped.
-              score[t] = chain over d of fma(qs[d], k[t][d], acc), with a softcap c * tanh(score / c);
+              score[t] = chain over d of fma(qs[d], k[t][d], acc); with a softcap c it becomes
+              c * tanh(score / c), tanh as in GatedActivation;
               an invisible position is -inf.
               m' = max(m, max score); f = exp(m - m') (0 when m is -inf); p = exp(score - m')
               l = l * f + lanes8(p); o[d] = o[d] * f, then fma(p[t], v[t][d], o[d]) for t in order,
@@ -417,11 +433,12 @@ class Attention(Op):
 class GatedActivation(Op):
     """out = act(x[:, :F]) * x[:, F:].   x [*, 2 F] f32, out [*, F] f32.
 
-    silu: g / (1 + exp(-g)), with exp's argument at most 87.
-    gelu_tanh: 0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))).
-    clamped_swiglu (gpt-oss): with g' = min(g, 7) and u' = u clamped to [-7, 7], the product is
-    (u' + 1) g' / (1 + exp(-1.702 g')).
-    tanh(y) is (1 - e) / (1 + e) with e = exp(-2 |y|), and y's sign.
+    With g and u an element of either half; every operation rounds, in the order of the brackets:
+      silu            (g / (1 + exp(-g))) u
+      gelu_tanh       ((0.5 g) (1 + tanh((g + ((g g) g) 0.044715) s))) u, s = sqrt(2 / pi)
+      clamped_swiglu  (u' + 1) (g' / (1 + exp(-1.702 g'))), g' = min(g, 7), u' = u clamped to [-7, 7]
+                      (gpt-oss)
+    exp's argument is at most 87. tanh(y) is (1 - e) / (1 + e) with e = exp(-2 |y|), negated where y < 0.
     """
 
     x: Buf
@@ -433,10 +450,11 @@ class GatedActivation(Op):
 class MoE(Op):
     """out = sum over a token's experts e, best first, of share_e * down_e(act(gate_e x) * up_e x).
 
-    x, out [T, H] f32; router [E, H], gate_up [E 2 F, H], down [E H, F]; biases [E], [E 2 F], [E H], added
-    to what their matrix gives. Shares are the softmax of
-    router x over all experts; the top_k largest are taken, ties to the smaller id; normalize: divided by
-    their sum, added best first.
+    x, out [T, H] f32; router [E, H], gate_up [E 2 F, H], down [E H, F]; biases [E], [E 2 F], [E H]. Products
+    are Linear's, act(gate) * up GatedActivation's. With y = router x and m its largest element,
+    share_e = exp(y_e - m) / lanes8(exp(y - m)). The top_k largest are taken, best first, ties to the smaller
+    id; normalize: each is divided by their sum, which is added best first. What a share multiplies rounds,
+    then it is added to the sum so far.
     """
 
     x: Buf
@@ -447,6 +465,7 @@ class MoE(Op):
     top_k: int
     normalize: bool
     activation: str
+    activation_bits: int | None = None
     router_bias: Weight | None = None
     gate_up_bias: Weight | None = None
     down_bias: Weight | None = None
@@ -463,7 +482,10 @@ class GatherRows(Op):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleLogits(Op):
-    """out = scale * x, with a softcap c * tanh(scale * x / c).   x, out [R, V] f32; may be one buffer."""
+    """out = scale * x; with a softcap c * tanh((scale * x) / c).   x, out [R, V] f32; may be one buffer.
+
+    tanh as in GatedActivation.
+    """
 
     x: Buf
     scale: float

@@ -22,7 +22,7 @@ import torch
 
 from octavo.backends.base import Backend, DeviceMemory, StepInputs, WeightRows
 from octavo.config.resolve import resolve
-from octavo.config.schema import EngineConfig
+from octavo.config.schema import ACTIVATION_BITS, EngineConfig
 from octavo.errors import (
     CheckpointError,
     ConfigError,
@@ -107,11 +107,13 @@ class ModelRunner(abc.ABC):
     def _plan(self, build: Build, config: EngineConfig) -> None:
         """Build the program and seal it for the backend; ProgramError says what it does not serve."""
         plain = None if config.dtype == "auto" else Format(config.dtype)
+        activation_bits, feed_forward_bits = ACTIVATION_BITS[config.activation_bits]
         builder = ProgramBuilder(
             self.checkpoint.architecture,
             format_of=lambda parts: self.checkpoint.format_of(parts, plain, config.quantization),
             kv_dtype=_kv_dtype(config, self.backend),
-            activation_bits=config.activation_bits,
+            activation_bits=activation_bits,
+            feed_forward_bits=feed_forward_bits,
         )
         with naming(self.checkpoint.path):
             self.program = build(builder, checked_config(self.checkpoint), self.max_model_len)

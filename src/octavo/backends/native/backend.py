@@ -15,12 +15,23 @@ import torch
 
 from octavo.backends.base import DeviceMemory, StepInputs, WeightRows
 from octavo.backends.native import library
-from octavo.backends.native.library import DTypeCode, FormatCode, Isa, OpCode, OpDesc, RowsCode
+from octavo.backends.native.library import (
+    ActivationCode,
+    DTypeCode,
+    ExpertsDesc,
+    FormatCode,
+    Isa,
+    OpCode,
+    OpDesc,
+    RowsCode,
+)
 from octavo.backends.native.quantizer import quantize_with
 from octavo.backends.native.table import NativeKernelTable
 from octavo.errors import BackendError, ConfigError
 from octavo.program.ir import (
+    ACTIVATIONS,
     KV,
+    Add,
     AddRMSNorm,
     Attention,
     Buf,
@@ -30,9 +41,12 @@ from octavo.program.ir import (
     GatedActivation,
     GatherRows,
     Linear,
+    MoE,
     Op,
+    QKNorm,
     RMSNorm,
     RotaryStoreKV,
+    ScaleLogits,
     Weight,
 )
 from octavo.program.planner import ALIGNMENT, PlannedOp, SealedProgram
@@ -42,13 +56,14 @@ from octavo.quantization.quantize import Bytes, Floats
 
 _FORMATS = {format_: FormatCode[format_.name] for format_ in Format}
 _DTYPES = {DType.F32: DTypeCode.F32, DType.F16: DTypeCode.F16}
+_ACTIVATIONS = {name: ActivationCode[name.upper()] for name in ACTIVATIONS}
 _ROWS = {Dim.TOKENS: RowsCode.TOKENS, Dim.SEQS: RowsCode.SEQS, Dim.SAMPLED: RowsCode.SAMPLED}
 
 
 class NativeBackend:
     """Runs programs on the CPU with `num_threads` threads, the caller of `run` being one of them.
 
-    isa: "auto" (by CPUID), "scalar" or "avx2"; all give the same bits.
+    isa: "auto" (by CPUID), "scalar", "avx2" or "avx512"; all give the same bits.
     Raises ConfigError if the library is missing or this CPU lacks the ISA.
     """
 
@@ -76,7 +91,7 @@ class NativeBackend:
 
     @property
     def isa(self) -> str:
-        """Which kernels run: "scalar" or "avx2"."""
+        """Which kernels run: "scalar", "avx2" or "avx512"."""
         return str(self._library.octavo_isa(self._require_context()).decode())
 
     def pack_weight(self, weight: Weight, parts: list[WeightRows], out: torch.Tensor) -> None:
@@ -129,7 +144,7 @@ class NativeBackend:
         self._library.octavo_bind(
             context, ops, len(ops), ctypes.byref(arrays), ctypes.byref(limits), ctypes.byref(self._status)
         )
-        self._bound = _Bound(sealed, memory, inputs)
+        self._bound = _Bound(sealed, memory, inputs, writer.experts)
         self._check_status()
 
     def run(self, num_tokens: int, num_seqs: int, num_sampled: int) -> torch.Tensor:
@@ -170,14 +185,20 @@ class NativeBackend:
 class _Bound:
     """What a bound program needs kept alive, and its logits at the limits."""
 
-    def __init__(self, sealed: SealedProgram, memory: DeviceMemory, inputs: StepInputs) -> None:
+    def __init__(
+        self,
+        sealed: SealedProgram,
+        memory: DeviceMemory,
+        inputs: StepInputs,
+        experts: list[ExpertsDesc],
+    ) -> None:
         program, limits = sealed.program, sealed.limits
         begin = sealed.offset(program.logits)
         nbytes = limits.of(program.logits.rows) * program.vocab_size * 4
         flat = memory.arena[begin : begin + nbytes].view(torch.float32)
         self.logits = flat.view(-1, program.vocab_size)
         self.kinds = [op.kind for op in program.ops]
-        self._keep = (memory, inputs)
+        self._keep = (memory, inputs, experts)
 
 
 class _OpWriter:
@@ -189,15 +210,20 @@ class _OpWriter:
         self._arena = _address(memory.arena)
         self._kv = _address(memory.kv)
         self._storage_nbytes = memory.kv[0].numel()
+        self.experts: list[ExpertsDesc] = []  # the descriptors point at them
         self._by_type: dict[type[Op], Callable[[OpDesc, Any], None]] = {
             Embedding: self._embedding,
             RMSNorm: self._norm,
+            Add: self._add,
             AddRMSNorm: self._add_norm,
+            QKNorm: self._qk_norm,
             Linear: self._linear,
             RotaryStoreKV: self._rotary,
             Attention: self._attention,
             GatedActivation: self._gated,
+            MoE: self._moe,
             GatherRows: self._gather,
+            ScaleLogits: self._scale_logits,
         }
 
     def write(self, planned: PlannedOp) -> OpDesc:
@@ -226,13 +252,27 @@ class _OpWriter:
         desc.weight = self._weight(op.weight)
         desc.eps = op.eps
 
+    def _add(self, desc: OpDesc, op: Add) -> None:
+        desc.kind = OpCode.ADD
+        self._sum(desc, op)
+
     def _add_norm(self, desc: OpDesc, op: AddRMSNorm) -> None:
         desc.kind = OpCode.ADD_RMS_NORM
-        self._read(desc, op.x)
-        desc.residual = self._buf(op.residual)
+        self._sum(desc, op)
         desc.out_sum = self._buf(op.out_sum)
         desc.weight = self._weight(op.weight)
         desc.eps = op.eps
+
+    def _qk_norm(self, desc: OpDesc, op: QKNorm) -> None:
+        desc.kind = OpCode.QK_NORM
+        self._read(desc, op.qkv)
+        desc.weight = self._weight(op.q_weight)
+        desc.k_weight = self._weight(op.k_weight)
+        desc.eps = op.eps
+        desc.q_heads = op.q_heads
+        desc.kv_heads = op.kv_heads
+        desc.head_dim = op.head_dim
+        desc.norm_together = op.together
 
     def _linear(self, desc: OpDesc, op: Linear) -> None:
         desc.kind = OpCode.LINEAR
@@ -240,7 +280,7 @@ class _OpWriter:
         self._read(desc, op.x)
         desc.format = _FORMATS[op.weight.format]
         desc.weight = self._weight(op.weight)
-        desc.bias = None if op.bias is None else self._weight(op.bias)
+        desc.bias = self._optional(op.bias)
 
     def _rotary(self, desc: OpDesc, op: RotaryStoreKV) -> None:
         desc.kind = OpCode.ROTARY_STORE_KV
@@ -256,14 +296,51 @@ class _OpWriter:
         self._cache(desc, op.kv, op.q_heads)
         desc.window = op.kv.window or 0
         desc.scale = op.scale
+        desc.softcap = op.softcap or 0.0
+        desc.sinks = self._optional(op.sinks)
 
     def _gated(self, desc: OpDesc, op: GatedActivation) -> None:
-        desc.kind = OpCode.GATED_SILU
+        desc.kind = OpCode.GATED_ACTIVATION
+        desc.activation = _ACTIVATIONS[op.activation]
         self._read(desc, op.x)
+
+    def _moe(self, desc: OpDesc, op: MoE) -> None:
+        desc.kind = OpCode.MOE
+        desc.activation = _ACTIVATIONS[op.activation]
+        desc.activation_bits = op.activation_bits or 0
+        self._read(desc, op.x)
+        experts = ExpertsDesc(
+            num_experts=op.num_experts,
+            top_k=op.top_k,
+            normalize=op.normalize,
+            width=op.down.shape[1],
+            router_format=_FORMATS[op.router.format],
+            gate_up_format=_FORMATS[op.gate_up.format],
+            down_format=_FORMATS[op.down.format],
+            router=self._weight(op.router),
+            gate_up=self._weight(op.gate_up),
+            down=self._weight(op.down),
+            router_bias=self._optional(op.router_bias),
+            gate_up_bias=self._optional(op.gate_up_bias),
+            down_bias=self._optional(op.down_bias),
+        )
+        self.experts.append(experts)
+        desc.experts = ctypes.pointer(experts)
 
     def _gather(self, desc: OpDesc, op: GatherRows) -> None:
         desc.kind = OpCode.GATHER_ROWS
         self._read(desc, op.x)
+
+    def _scale_logits(self, desc: OpDesc, op: ScaleLogits) -> None:
+        desc.kind = OpCode.SCALE_LOGITS
+        self._read(desc, op.x)
+        desc.scale = op.scale
+        desc.softcap = op.softcap or 0.0
+
+    def _sum(self, desc: OpDesc, op: Add | AddRMSNorm) -> None:
+        self._read(desc, op.x)
+        desc.residual = self._buf(op.residual)
+        desc.scale = 1.0 if op.x_scale is None else op.x_scale
 
     def _read(self, desc: OpDesc, x: Buf) -> None:
         desc.x = self._buf(x)
@@ -283,6 +360,9 @@ class _OpWriter:
 
     def _weight(self, weight: Weight) -> int:
         return self._weights + self._sealed.weight_offsets[weight.id]
+
+    def _optional(self, weight: Weight | None) -> int | None:
+        return None if weight is None else self._weight(weight)
 
 
 def _expect_rows(weight: Weight, found: int) -> None:

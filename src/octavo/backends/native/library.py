@@ -28,6 +28,7 @@ class Isa(enum.IntEnum):
     AUTO = 0
     SCALAR = 1
     AVX2 = 2
+    AVX512 = 3
 
 
 class FormatCode(enum.IntEnum):
@@ -57,6 +58,14 @@ class RowsCode(enum.IntEnum):
     SAMPLED = 2
 
 
+class ActivationCode(enum.IntEnum):
+    """OctavoActivation."""
+
+    SILU = 0
+    GELU_TANH = 1
+    CLAMPED_SWIGLU = 2
+
+
 class OpCode(enum.IntEnum):
     """OctavoOpKind."""
 
@@ -66,8 +75,33 @@ class OpCode(enum.IntEnum):
     LINEAR = 3
     ROTARY_STORE_KV = 4
     ATTENTION = 5
-    GATED_SILU = 6
+    GATED_ACTIVATION = 6
     GATHER_ROWS = 7
+    ADD = 8
+    QK_NORM = 9
+    SCALE_LOGITS = 10
+    MOE = 11
+
+
+class ExpertsDesc(ctypes.Structure):
+    """OctavoExperts."""
+
+    _fields_ = [
+        ("num_experts", _I32),
+        ("top_k", _I32),
+        ("normalize", _I32),
+        ("width", _I32),
+        ("router_format", _I32),
+        ("gate_up_format", _I32),
+        ("down_format", _I32),
+        ("reserved", _I32),
+        ("router", _Pointer),
+        ("gate_up", _Pointer),
+        ("down", _Pointer),
+        ("router_bias", _Pointer),
+        ("gate_up_bias", _Pointer),
+        ("down_bias", _Pointer),
+    ]
 
 
 class OpDesc(ctypes.Structure):
@@ -87,18 +121,24 @@ class OpDesc(ctypes.Structure):
         ("rotary_dim", _I32),
         ("kv_group", _I32),
         ("window", _I32),
+        ("activation", _I32),
+        ("norm_together", _I32),
         ("scale", _F32),
+        ("softcap", _F32),
         ("eps", _F32),
         ("activation_bits", _I32),
         ("scratch_nbytes", _I64),
         ("x", _Pointer),
         ("residual", _Pointer),
         ("weight", _Pointer),
+        ("k_weight", _Pointer),
+        ("sinks", _Pointer),
         ("bias", _Pointer),
         ("out", _Pointer),
         ("out_sum", _Pointer),
         ("kv", _Pointer),
         ("scratch", _Pointer),
+        ("experts", ctypes.POINTER(ExpertsDesc)),
     ]
 
 

@@ -8,24 +8,30 @@ from __future__ import annotations
 
 from octavo.program.ir import (
     KV,
+    Add,
     AddRMSNorm,
     Attention,
     Embedding,
     GatedActivation,
     GatherRows,
     Linear,
+    MoE,
     Op,
+    QKNorm,
     RMSNorm,
     RotaryStoreKV,
+    ScaleLogits,
     Weight,
 )
 from octavo.program.planner import ALIGNMENT, Kernel, Limits, Unserved
-from octavo.quantization.formats import GROUP, Format
+from octavo.quantization.formats import GROUP
 
 PANEL = 16  # outputs of a weight panel
 LANES = 8
 QUERY_TILE = 16  # query tokens of an attention work item
 KV_TILE = 64
+EXPERT_TOKENS = 512  # whose experts are worked on together
+_MOST_PADDED_ROWS = 4  # of the quantised rows of a product's last tile
 _F32 = 4
 
 
@@ -43,15 +49,12 @@ class NativeKernelTable:
             case Embedding():
                 _require_lanes("rows", op.out.width)
                 return Kernel(f"embedding_{op.weight.format}")
-            case AddRMSNorm() if op.x_scale is not None:
-                raise Unserved("no kernel that scales what is added")
-            case Attention() if op.softcap is not None:
-                raise Unserved("no kernel with a softcap")
-            case Attention() if op.sinks is not None:
-                raise Unserved("no kernel with attention sinks")
-            case RMSNorm() | AddRMSNorm():
+            case RMSNorm() | Add() | AddRMSNorm():
                 _require_lanes("rows", op.out.width)
                 return Kernel(op.kind)
+            case QKNorm():
+                _require_lanes("heads", op.head_dim)
+                return Kernel("qk_norm")
             case Linear():
                 rough = op.weight.format.is_4_bit and op.activation_bits == 8
                 name = f"linear_{op.weight.format}{'_a8' if rough else ''}"
@@ -65,12 +68,15 @@ class NativeKernelTable:
                 return Kernel(f"attention_{op.kv.dtype}", self._attention_scratch(op.kv, op.q_heads))
             case GatedActivation():
                 _require_lanes("rows", op.out.width)
-                if op.activation != "silu":
-                    raise Unserved(f"no kernel for activation {op.activation!r}")
-                return Kernel("gated_silu")
-            case GatherRows():
-                return Kernel("gather_rows")
-            case _:
+                return Kernel(f"gated_{op.activation}")
+            case MoE():
+                for rows in (op.down.shape[1], op.out.width):
+                    if rows % PANEL:
+                        raise Unserved(f"experts of {rows} rows are not a multiple of {PANEL}")
+                return Kernel(f"moe_{op.gate_up.format}", self._moe_scratch(op, limits))
+            case GatherRows() | ScaleLogits():
+                return Kernel(op.kind)
+            case _:  # a kind that only another backend knows
                 raise Unserved("no kernel")
 
     def weight_nbytes(self, weight: Weight) -> int:
@@ -84,20 +90,42 @@ class NativeKernelTable:
         return rows * (width // GROUP) * weight.format.group_nbytes
 
     def _linear_scratch(self, op: Linear, limits: Limits, *, rough: bool) -> int:
-        """Quantised rows, their scales and sums; for int8 ones on q4m, a panel's nibbles per thread."""
+        """Quantised rows, their scales and sums."""
         if not op.weight.format.quantized:
             return 0
-        rows, width = limits.of(op.x.rows), op.x.width
-        element = 1 if rough else 2
-        unpacked = PANEL * width if rough and op.weight.format is Format.Q4M else 0
+        rows, width = limits.of(op.x.rows) + _MOST_PADDED_ROWS, op.x.width
         per_group = _align(rows * (width // GROUP) * _F32)
-        return _align(rows * width * element) + 2 * per_group + self._num_threads * unpacked
+        return _align(rows * width * (1 if rough else 2)) + 2 * per_group
+
+    def _moe_scratch(self, op: MoE, limits: Limits) -> int:
+        """MoEScratch of kernels/moe.hpp, for a chunk of tokens and their experts."""
+        chunk = min(EXPERT_TOKENS, limits.max_tokens)
+        pairs, experts, width = chunk * op.top_k, op.num_experts, op.down.shape[1]
+        groups = min(experts, pairs)
+        elements = [chunk * -(-experts // PANEL) * PANEL, pairs, pairs, pairs, pairs, experts, 2, 3 * experts]
+        elements += [2 * pairs, pairs * op.x.width, pairs * width, chunk * 2 * PANEL * self._num_threads]
+        prepared = max(
+            _prepared_nbytes(op.router, op, chunk, 1),
+            _prepared_nbytes(op.gate_up, op, pairs, groups),
+            _prepared_nbytes(op.down, op, pairs, groups),
+        )
+        return sum(_align(count * _F32) for count in elements) + prepared
 
     def _attention_scratch(self, kv: KV, q_heads: int) -> int:
         """Per thread: queries, partial and total results of an item's rows, and a KV tile as f32."""
         rows = QUERY_TILE * (q_heads // kv.kv_heads)
         floats = 3 * rows * kv.head_dim + 4 * rows + 2 * KV_TILE * kv.head_dim
         return self._num_threads * _align(floats * _F32)
+
+
+def _prepared_nbytes(weight: Weight, op: MoE, rows: int, products: int) -> int:
+    """Bytes of rows of activations as a weight multiplies them, in up to `products` products."""
+    if not weight.format.quantized:
+        return 0
+    width = weight.shape[1]
+    rough = weight.format.is_4_bit and op.activation_bits == 8
+    row = width * (1 if rough else 2) + 2 * (width // GROUP) * _F32
+    return _align((rows + products * _MOST_PADDED_ROWS) * row) + products * 4 * ALIGNMENT
 
 
 def _require_lanes(what: str, width: int) -> None:

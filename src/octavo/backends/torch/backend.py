@@ -254,10 +254,9 @@ class TorchBackend:
     def _qk_norm(self, op: QKNorm, step: _Step) -> None:
         qkv, out = self._buf(op.qkv, step), self._buf(op.out, step)
         out.copy_(qkv)
-        dim = qkv.shape[1] // (op.q_heads + 2 * op.kv_heads)
         start = 0
         for heads, weight in ((op.q_heads, op.q_weight), (op.kv_heads, op.k_weight)):
-            stop = start + heads * dim
+            stop = start + heads * op.head_dim
             rows = qkv[:, start:stop].reshape(-1, weight.shape[0])
             out[:, start:stop] = rms_norm(rows, self._dense(weight), op.eps).view(-1, stop - start)
             start = stop

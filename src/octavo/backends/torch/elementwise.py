@@ -55,9 +55,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def tanh(x: torch.Tensor) -> torch.Tensor:
-    """(1 - e) / (1 + e) with e = exp(-2 |x|), and x's sign."""
+    """(1 - e) / (1 + e) with e = exp(-2 |x|), negated where x < 0."""
     e = exp(-2.0 * x.abs())
-    return torch.copysign((1.0 - e) / (1.0 + e), x)
+    t = (1.0 - e) / (1.0 + e)
+    return torch.where(x < 0, -t, t)
 
 
 def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
