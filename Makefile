@@ -49,6 +49,9 @@ bench: $(STAMP)  ## Benchmarks; the last line of each is JSON
 	$(BIN)/python benchmarks/load.py
 	$(BIN)/python benchmarks/context.py
 	$(BIN)/python benchmarks/frontend.py
+	$(BIN)/python benchmarks/ops.py
+	$(BIN)/python benchmarks/growth.py
+	$(BIN)/python benchmarks/compare.py
 
 docs: $(STAMP)  ## Make the generated pages of docs/ anew
 	$(BIN)/python docs/generate.py

@@ -10,6 +10,7 @@ from hypothesis import settings
 
 import octavo.backends  # noqa: F401  before any test imports torch: it decides how threads wait
 from gemma3_file import fetch_gemma3
+from octavo.backends.native import library
 from octavo.input.tokenizer import Tokenizer
 from octavo.weights.gguf import GGUFFile
 from octavo.weights.sources import resolve_model
@@ -17,6 +18,16 @@ from octavo.weights.sources import resolve_model
 # Other work shares these cores; how long an example took says nothing about the code.
 settings.register_profile("octavo", deadline=None)
 settings.load_profile("octavo")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--native-build", type=Path, help="test the native library of this build folder")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    folder = config.getoption("native_build")
+    if folder is not None:
+        library._package_folders = lambda: [folder.absolute()]
 
 
 @pytest.fixture(scope="session")

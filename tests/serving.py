@@ -95,9 +95,9 @@ class Server:
 
 
 @contextmanager
-def serve(model: Path, *flags: str) -> Iterator[Server]:
+def serve(model: Path, *flags: str, python: str = sys.executable) -> Iterator[Server]:
     """`octavo serve`, ready to answer."""
-    command = [sys.executable, "-m", "octavo", "serve", "--port", "0", "--model", str(model)]
+    command = [python, "-m", "octavo", "serve", "--port", "0", "--model", str(model)]
     command += ["--threads", "1", *flags]
     if "--kv-cache-gib" not in flags:
         command += ["--kv-cache-gib", "0.25"]

@@ -161,7 +161,7 @@ size_t experts_scratch(const OctavoOp& op, const OctavoLimits& limits, size_t nu
   const size_t groups = std::min(experts, pairs);
   const size_t padded_experts = (experts + kPanel - 1) / kPanel * kPanel;
   const size_t prepared = std::max(
-      {prepared_nbytes(e.router_format, op.activation_bits, op.in_width, chunk, 1),
+      {prepared_nbytes(e.router_format, kRouterBits, op.in_width, chunk, 1),
        prepared_nbytes(e.gate_up_format, op.activation_bits, op.in_width, pairs, groups),
        prepared_nbytes(e.down_format, op.activation_bits, e.width, pairs, groups)});
   return align_up(chunk * padded_experts * sizeof(float)) + 4 * align_up(pairs * sizeof(float)) +
@@ -169,26 +169,6 @@ size_t experts_scratch(const OctavoOp& op, const OctavoLimits& limits, size_t nu
          align_up(experts * 3 * sizeof(int32_t)) + align_up(pairs * 2 * sizeof(int32_t)) +
          align_up(pairs * op.in_width * sizeof(float)) + align_up(pairs * e.width * sizeof(float)) +
          align_up(chunk * 2 * kPanel * num_threads * sizeof(float)) + prepared;
-}
-
-// Whether the experts of a moe can be walked: an expert's rows begin with a panel.
-bool check_experts(int index, const OctavoOp& op, OctavoStatus* status) {
-  const OctavoExperts* e = op.experts;
-  if (!e) {
-    refuse(status, OCTAVO_BAD_PROGRAM, index, -1, "a moe without experts");
-    return false;
-  }
-  if (e->top_k < 1 || e->top_k > e->num_experts) {
-    refuse(status, OCTAVO_BAD_PROGRAM, index, -1, "%d of %d experts a token", e->top_k,
-           e->num_experts);
-    return false;
-  }
-  if (e->width < kPanel || e->width % kPanel || op.out_width % kPanel) {
-    refuse(status, OCTAVO_BAD_PROGRAM, index, -1, "experts of %d and %d rows, not multiples of %d",
-           e->width, op.out_width, kPanel);
-    return false;
-  }
-  return true;
 }
 
 // Bytes of scratch memory a kernel uses at the limits; table.py bills the same.
@@ -223,13 +203,9 @@ bool check_program(const OctavoContext& context, OctavoStatus* status) {
       refuse(status, OCTAVO_BAD_PROGRAM, at, -1, "no op kind %d in this build", op.kind);
       return false;
     }
-    if (op.activation < 0 || op.activation >= OCTAVO_NUM_ACTIVATIONS) {
-      refuse(status, OCTAVO_BAD_PROGRAM, at, -1, "no activation %d in this build", op.activation);
-      return false;
-    }
-    if (op.kind == OCTAVO_OP_MOE && !check_experts(at, op, status)) return false;
+    if (!check_shape(op, at, context.step.limits, status)) return false;
     const size_t needed = scratch_needed(op, context.step.limits, context.team.size());
-    if (static_cast<size_t>(op.scratch_nbytes) < needed) {
+    if (op.scratch_nbytes < static_cast<int64_t>(needed) || (needed > 0 && !op.scratch)) {
       refuse(status, OCTAVO_BAD_PROGRAM, at, -1, "%lld bytes of scratch memory, but %zu are needed",
              static_cast<long long>(op.scratch_nbytes), needed);
       return false;

@@ -37,8 +37,14 @@ namespace octavo {
 void refuse(OctavoStatus* status, int code, int op, int64_t row, const char* format, ...)
     __attribute__((format(printf, 5, 6)));
 
-// Whether the program fits this build: kinds, widths, scratch memory.
+// Whether the program fits this build: kinds, shapes, scratch memory.
 bool check_program(const OctavoContext& context, OctavoStatus* status);
+
+// Whether an op of a known kind has a shape that its kernel serves.
+bool check_shape(const OctavoOp& op, int index, const OctavoLimits& limits, OctavoStatus* status);
+
+// Whether the limits are numbers of things.
+bool check_limits(const OctavoLimits& limits, OctavoStatus* status);
 
 // Whether every index in the step's inputs is in range. Reads O(tokens + blocks used), writes nothing.
 bool check_step(const OctavoContext& context, OctavoStatus* status);

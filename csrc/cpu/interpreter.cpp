@@ -10,6 +10,11 @@
 #include "context.hpp"
 #include "layouts.hpp"
 
+#if defined(OCTAVO_ARM64)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 namespace octavo {
 
 namespace {
@@ -27,13 +32,18 @@ bool cpu_has(int32_t isa) {
            __builtin_cpu_supports("avx512vnni");
   }
 #endif
+#if defined(OCTAVO_ARM64)
+  if (isa == OCTAVO_ISA_NEON) return true;
+  if (isa == OCTAVO_ISA_NEON_DOT) return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#endif
   return false;
 }
 
 // The kernels of an ISA, or the fastest this CPU runs; null if it doesn't run them.
 const KernelSet* kernels_for(int32_t isa) {
   if (isa == OCTAVO_ISA_AUTO) {
-    for (const int32_t better : {OCTAVO_ISA_AVX512, OCTAVO_ISA_AVX2}) {
+    for (const int32_t better :
+         {OCTAVO_ISA_AVX512, OCTAVO_ISA_AVX2, OCTAVO_ISA_NEON_DOT, OCTAVO_ISA_NEON}) {
       if (cpu_has(better)) return kernels_for(better);
     }
     return &scalar_kernels();
@@ -43,6 +53,10 @@ const KernelSet* kernels_for(int32_t isa) {
 #if defined(OCTAVO_X86)
     case OCTAVO_ISA_AVX512: return &avx512_kernels();
     case OCTAVO_ISA_AVX2: return &avx2_kernels();
+#endif
+#if defined(OCTAVO_ARM64)
+    case OCTAVO_ISA_NEON_DOT: return &neon_dot_kernels();
+    case OCTAVO_ISA_NEON: return &neon_kernels();
 #endif
     default: return &scalar_kernels();
   }
@@ -130,10 +144,12 @@ const char* octavo_isa(const OctavoContext* context) { return context->kernels.i
 void octavo_bind(OctavoContext* context, const OctavoOp* ops, int32_t num_ops,
                  const OctavoInputs* inputs, const OctavoLimits* limits, OctavoStatus* status) {
   context->team.wait_idle();
+  context->ops.clear();
+  status->code = OCTAVO_OK;
+  if (!octavo::check_limits(*limits, status)) return;
   context->ops.assign(ops, ops + num_ops);
   context->query_tiles.assign(limits->max_seqs + 1, 0);
   context->step = {0, 0, 0, *inputs, *limits, context->query_tiles.data()};
-  status->code = OCTAVO_OK;
   if (!octavo::check_program(*context, status)) context->ops.clear();
 }
 

@@ -7,7 +7,7 @@ namespace octavo {
 
 const KernelSet& avx2_kernels() {
   using namespace avx2;
-  static constexpr KernelSet kernels = {"avx2", OCTAVO_ALL_KERNELS, OCTAVO_CHOICE_KERNELS};
+  static constexpr KernelSet kernels = {"avx2", OCTAVO_ALL_KERNELS};
   return kernels;
 }
 

@@ -8,7 +8,7 @@ namespace octavo {
 
 const KernelSet& avx512_kernels() {
   using namespace avx512;
-  static constexpr KernelSet kernels = {"avx512", OCTAVO_ALL_KERNELS, OCTAVO_CHOICE_KERNELS};
+  static constexpr KernelSet kernels = {"avx512", OCTAVO_ALL_KERNELS};
   return kernels;
 }
 

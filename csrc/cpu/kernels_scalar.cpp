@@ -6,7 +6,7 @@ namespace octavo {
 
 const KernelSet& scalar_kernels() {
   using namespace scalar;
-  static constexpr KernelSet kernels = {"scalar", OCTAVO_ALL_KERNELS, OCTAVO_CHOICE_KERNELS};
+  static constexpr KernelSet kernels = {"scalar", OCTAVO_ALL_KERNELS};
   return kernels;
 }
 

@@ -14,7 +14,14 @@
 extern "C" {
 #endif
 
-enum OctavoIsa { OCTAVO_ISA_AUTO, OCTAVO_ISA_SCALAR, OCTAVO_ISA_AVX2, OCTAVO_ISA_AVX512 };
+enum OctavoIsa {
+  OCTAVO_ISA_AUTO,
+  OCTAVO_ISA_SCALAR,
+  OCTAVO_ISA_AVX2,
+  OCTAVO_ISA_AVX512,
+  OCTAVO_ISA_NEON,
+  OCTAVO_ISA_NEON_DOT
+};
 
 /* How a weight lies in memory (layouts.hpp). */
 enum OctavoFormat {
@@ -24,10 +31,11 @@ enum OctavoFormat {
   OCTAVO_FORMAT_F16,
   OCTAVO_FORMAT_BF16,
   OCTAVO_FORMAT_Q4,
-  OCTAVO_FORMAT_Q8G16
+  OCTAVO_FORMAT_Q8G16,
+  OCTAVO_NUM_FORMATS
 };
 
-enum OctavoDType { OCTAVO_DTYPE_F32, OCTAVO_DTYPE_F16 };
+enum OctavoDType { OCTAVO_DTYPE_F32, OCTAVO_DTYPE_F16, OCTAVO_NUM_DTYPES };
 
 /* Of gated activations: their contracts are in octavo/program/ir.py. */
 enum OctavoActivation {
@@ -65,7 +73,6 @@ typedef struct OctavoExperts {
   int32_t router_format;  /* OctavoFormat of each weight */
   int32_t gate_up_format;
   int32_t down_format;
-  int32_t reserved;       /* 0 */
   const void* router;     /* [E, H] */
   const void* gate_up;    /* [E 2 F, H] */
   const void* down;       /* [E H, F] */
@@ -165,6 +172,15 @@ typedef struct OctavoPackJob {
   void* packed;             /* the whole packed weight, 64-byte aligned, zeroed before its first part */
 } OctavoPackJob;
 
+/* Rows of K f32 weights to quantise. All are finite, and within the reach of f16 scales. */
+typedef struct OctavoQuantizeJob {
+  int32_t format;      /* Q4, Q4M or Q8 */
+  int32_t width;       /* K, a multiple of 32 */
+  int64_t num_rows;
+  const float* values; /* [num_rows, width] */
+  uint8_t* raw;        /* what octavo_pack reads of this format, [num_rows] */
+} OctavoQuantizeJob;
+
 OCTAVO_API int32_t octavo_version(void);
 
 /* A context with its thread team (the caller of octavo_run is thread 0 of it). NULL if this CPU
@@ -174,6 +190,7 @@ OCTAVO_API void octavo_destroy(OctavoContext* context);
 OCTAVO_API const char* octavo_isa(const OctavoContext* context);
 
 OCTAVO_API void octavo_pack(OctavoContext* context, const OctavoPackJob* job);
+OCTAVO_API void octavo_quantize(OctavoContext* context, const OctavoQuantizeJob* job);
 
 /* Keep a copy of the ops; everything they point at must outlive the context or the next bind. */
 OCTAVO_API void octavo_bind(OctavoContext* context, const OctavoOp* ops, int32_t num_ops,

@@ -55,17 +55,25 @@ constexpr int kQueryTile = 16;
 // Runs an op up to its last phase, which the interpreter ends. All threads call it.
 using Kernel = void (*)(const OctavoOp& op, const Step& step, Worker& worker);
 
+// Quantises a row of the job, on one thread.
+using QuantizeRow = void (*)(const OctavoQuantizeJob& job, int64_t row);
+
 // The kernels of one ISA, by OctavoOpKind.
 struct KernelSet {
   const char* isa;
   Kernel by_kind[OCTAVO_NUM_OP_KINDS];
   ChoiceKernels choice;
+  QuantizeRow quantize_row;
 };
 
 const KernelSet& scalar_kernels();
 #if defined(OCTAVO_X86)
 const KernelSet& avx2_kernels();
 const KernelSet& avx512_kernels();
+#endif
+#if defined(OCTAVO_ARM64)
+const KernelSet& neon_kernels();
+const KernelSet& neon_dot_kernels();
 #endif
 
 }  // namespace octavo

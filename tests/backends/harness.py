@@ -147,11 +147,12 @@ class Rig:
             format_of=lambda parts: formats.get(parts[0], Format.F32),
             kv_dtype=kv_dtype,
             activation_bits=activation_bits,
+            feed_forward_bits=activation_bits,
         )
         self.program: Program = builder.build(build(builder))
         self.limits = limits or Limits(max_tokens=96, max_seqs=8, max_sampled=96, max_model_len=256)
         self.backend = backend
-        self.sealed: SealedProgram = seal(self.program, self.limits, backend.table)
+        self.sealed = self._lay_out(seal(self.program, self.limits, backend.table))
         self.inputs = StepInputs.allocate(self.limits, len(self.program.kv_groups))
         self.memory = self._allocate(num_blocks)
         self.parts: dict[str, list[Rows]] = {}
@@ -183,6 +184,9 @@ class Rig:
             begin = self.sealed.rope_offsets[rope.id]
             table = torch.from_numpy(rope_values(rope)).reshape(-1)
             self.memory.weights[begin : begin + rope.nbytes].view(torch.float32).copy_(table)
+
+    def _lay_out(self, sealed: SealedProgram) -> SealedProgram:
+        return sealed
 
     def _allocate(self, num_blocks: int) -> DeviceMemory:
         def all_ones(*shape: int) -> torch.Tensor:  # NaN as f32 and as f16

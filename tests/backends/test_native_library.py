@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from harness import Heads, Rig, attention_only, rowwise, tiny_model
 
 from octavo.backends.native import library
 from octavo.backends.native.backend import NativeBackend
+from octavo.backends.native.elf import MACHINES
 from octavo.backends.native.table import NativeKernelTable
 from octavo.errors import BackendError, ConfigError, ProgramError
+from octavo.platforms import cpu
 from octavo.program.builder import ProgramBuilder
 from octavo.program.ir import Buf, DType, Op
 from octavo.program.planner import Kernel, Limits, SealedProgram, seal
@@ -49,10 +53,43 @@ def test_a_missing_library_is_an_error_for_who_asks_for_it(
         NativeBackend(1)
 
 
-def test_a_file_that_is_no_library(searching: Callable[[Path], None], tmp_path: Path) -> None:
-    (tmp_path / library.LIBRARY_NAME).write_bytes(b"not a library")
+@pytest.mark.parametrize("content", [b"", b"\x7fEL", b"not a library", b"MZ" * 500])
+def test_a_file_that_is_no_library(searching: Callable[[Path], None], tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / library.LIBRARY_NAME
+    path.write_bytes(content)
     searching(tmp_path)
-    assert "could not be loaded" in (library.why_unavailable() or "")
+    assert library.why_unavailable() == f"{path} is not a shared library"
+
+
+@needs_library
+def test_a_library_of_another_architecture(
+    searching: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Called "cannot open shared object file: No such file or directory" by the loader."""
+    path = tmp_path / library.LIBRARY_NAME
+    content = bytearray(Path(library.load()._name).read_bytes())
+    content[18:20] = MACHINES["riscv64"].to_bytes(2, "little")
+    path.write_bytes(content)
+    monkeypatch.setattr(cpu, "architecture", lambda: "x86_64")
+    searching(tmp_path)
+    reason = f"{path} is of another architecture: it is for riscv64, but this machine is x86_64"
+    assert library.why_unavailable() == reason
+    with pytest.raises(ConfigError, match=f"not available: {re.escape(reason)}. Install a C"):
+        NativeBackend(1)
+
+
+@needs_library
+def test_a_library_cut_short_anywhere(searching: Callable[[Path], None], tmp_path: Path) -> None:
+    """The loader maps what is missing, and the process dies when it is touched."""
+    path = tmp_path / library.LIBRARY_NAME
+    whole = Path(library.load()._name).read_bytes()
+    for length in [*range(4, 1000, 7), *np.linspace(1000, len(whole) - 1, 50).astype(int)]:
+        path.write_bytes(whole[:length])
+        searching(tmp_path)
+        assert f"{path} is cut short: it has {length} bytes" in (library.why_unavailable() or "")
+    path.write_bytes(whole)
+    searching(tmp_path)
+    assert library.available()
 
 
 @needs_library
@@ -73,7 +110,7 @@ def test_it_is_found_here() -> None:
 
 def test_structs_have_the_size_of_their_c_twins() -> None:
     assert ctypes.sizeof(library.OpDesc) == 20 * 4 + 12 * 8
-    assert ctypes.sizeof(library.ExpertsDesc) == 8 * 4 + 6 * 8
+    assert ctypes.sizeof(library.ExpertsDesc) == 7 * 4 + 4 + 6 * 8
     assert ctypes.sizeof(library.Inputs) == 8 * 8
     assert ctypes.sizeof(library.LimitsDesc) == 6 * 4
     assert ctypes.sizeof(library.Status) == 3 * 4 + 180

@@ -128,7 +128,7 @@ def test_quantised_arithmetic_is_near_and_row_invariant(tmp_path: Path, quantiza
     ids = [np.random.default_rng(0).integers(0, NUM_TOKENS, 50).tolist()]
     logits = []
     for chunk in (50, 7):
-        settings = {"max_num_batched_tokens": chunk, "max_num_seqs": chunk}
+        settings = {"max_num_batched_tokens": chunk, "max_num_seqs": chunk, "activation_bits": "16"}
         runner = ModelRunner(tiny.path, resolve(settings).config, backend=TorchBackend(quantized=True))
         logits.append(runner.predict(ids))
     assert np.array_equal(logits[0], logits[1])

@@ -45,8 +45,8 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
 
 def test_every_setting_can_come_from_the_environment() -> None:
     others: dict[str, Any] = {
-        "model": "other", "backend": "torch", "kv_dtype": "f16", "dtype": "bf16", "max_model_len": 10,
-        "max_num_seqs": 9,
+        "model": "other", "backend": "torch", "kv_dtype": "f16", "dtype": "bf16", "quantization": "int8",
+        "max_model_len": 10, "max_num_seqs": 9,
         "max_num_batched_tokens": 8, "kv_cache_gib": 0.5, "prefix_caching": False, "policy": "priority",
         "threads": 1, "activation_bits": "8", "cache_dir": "/tmp/here", "offline": True,
         "pre_tokenizer": "llama-bpe", "api_workers": 3, "chat_template": "/tmp/t.jinja",
@@ -103,6 +103,7 @@ def test_what_the_environment_gets_wrong(name: str, text: str, message: str) -> 
         ("threads", 2**31, r"threads is 2147483648; .* less than 2\*\*31"),
         ("kv_cache_gib", -0.5, r"kv_cache_gib is -0\.5; it must be at least 0"),
         ("dtype", "int8", r"dtype is 'int8'; it must be one of auto, bf16, f16, f32"),
+        ("quantization", "q4", r"quantization is 'q4'; it must be one of none, int8, int4"),
         ("kv_dtype", "int8", r"kv_dtype is 'int8'; it must be one of auto, f16, f32"),
         ("policy", "fair", r"policy is 'fair'; it must be one of fcfs, priority"),
         ("max_num_seqs", "8", r"max_num_seqs is '8', which is no int"),

@@ -47,6 +47,10 @@ OCTAVO_INLINE float to_float(Bf16 b) {
 #define OCTAVO_UNROLL(n) OCTAVO_PRAGMA(GCC unroll n)
 #include "simd_avx2.hpp"
 #include "panel_avx2.hpp"
+#elif defined(OCTAVO_KERNELS_NEON)
+#define OCTAVO_UNROLL(n) OCTAVO_PRAGMA(GCC unroll n)
+#include "simd_neon.hpp"
+#include "panel_neon.hpp"
 #else
 #define OCTAVO_UNROLL(n)
 #include "simd_scalar.hpp"

@@ -33,10 +33,15 @@ def convert(
     Quantised weights are in compressed-tensors' "pack-quantized" layout, which other engines read too.
     Pickled weights (.bin, .pth) are read as tensors alone; what could run code is refused.
     """
+    from octavo.backends.native.quantizer import quantizer
+    from octavo.platforms import cpu
     from octavo.weights import convert as conversion
 
     conversion.check_request(out, quantization, dtype)
-    report = conversion.convert(_open(source), out, quantization=quantization, dtype=dtype, progress=True)
+    with quantizer(cpu.num_threads()) as quantize:
+        report = conversion.convert(
+            _open(source), out, quantization=quantization, dtype=dtype, quantize=quantize, progress=True
+        )
     console().print(_table(report))
     print(out.absolute())
 

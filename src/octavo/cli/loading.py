@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
@@ -23,7 +24,9 @@ def load(console: Console, resolved: Resolved, make: Callable[[], T], info: Call
     handler = RichHandler(console=console, show_path=False, show_time=False, markup=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
     _fetch(resolved)
-    with console.status(f"Loading {escape(resolved.config.model)} ..."):
+    # Quantising shows a bar of its own.
+    quantises = resolved.config.quantization != "none"
+    with nullcontext() if quantises else console.status(f"Loading {escape(resolved.config.model)} ..."):
         engine = make()
     loaded = info(engine)
     gib = loaded.bill.total / (1 << 30)

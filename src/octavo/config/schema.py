@@ -17,6 +17,7 @@ BACKENDS = ("auto", "native", "torch")
 DTYPES = ("auto", "bf16", "f16", "f32")
 #: Bits of the activations that meet weights of 4 bits: in attention's projections, in feed-forwards.
 ACTIVATION_BITS = {"16": (16, 16), "8": (8, 8), "mixed": (16, 8)}
+QUANTIZATIONS = ("none", "int8", "int4")
 KV_DTYPES = ("auto", "f16", "f32")
 POLICIES = ("fcfs", "priority")
 
@@ -37,6 +38,9 @@ class EngineConfig:
     backend: str = setting("auto", "native (C++), torch (reference), or auto: native where it was built.")
     dtype: str = setting(
         "auto", "Weights that are not quantised: bf16, f16, f32, or auto: as they are stored."
+    )
+    quantization: str = setting(
+        "none", "Quantise weights that are stored plain, as they are loaded: int8, int4, or none."
     )
     kv_dtype: str = setting("auto", "Element type of the KV cache: f16, f32, or auto: f16 on native.")
     activation_bits: str = setting(
@@ -62,6 +66,7 @@ class EngineConfig:
             _of_kind(field.name, getattr(self, field.name), type(field.default))
         _one_of("backend", self.backend, BACKENDS)
         _one_of("dtype", self.dtype, DTYPES)
+        _one_of("quantization", self.quantization, QUANTIZATIONS)
         _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         _one_of("policy", self.policy, POLICIES)
         _one_of("activation_bits", self.activation_bits, tuple(ACTIVATION_BITS))

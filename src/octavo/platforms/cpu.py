@@ -63,6 +63,11 @@ def _room(cgroup: Path, limit: str, usage: str, prefix: str) -> int | None:
         return room
 
 
+def architecture() -> str:
+    """The instruction set that this process is of, as `uname -m` spells it."""
+    return platform.machine()
+
+
 def name() -> str:
     """The processor's name, as it calls itself."""
     try:

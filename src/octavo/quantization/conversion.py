@@ -14,7 +14,8 @@ bytes; the others are converted a few megabytes at a time.
     MXFP4               -> Q8_0   likewise, with powers of two d; exact for the 2^-24 to 2^15 that f16 holds
     Q6_K                -> Q8G16  the same q; d of each 16 rounded to f16
     any of the above    -> Q8G16  as Q8_0, with d twice
-    everything else     -> Q8_0, Q8G16   dequantised; d = max |w| / 127, rounded up to f16; q = round(w / d)
+    everything else     -> Q8_0, Q8G16   dequantised, and as `quantize` says
+    any plain type      -> Q4_0, Q4_1, Q8_0   as `quantize` says (only where that was asked for)
 """
 
 from __future__ import annotations
@@ -29,15 +30,22 @@ import numpy.typing as npt
 from octavo.errors import CheckpointError, UnsupportedModelError
 from octavo.quantization.formats import GROUP, NATIVE_TYPES, Format
 from octavo.quantization.packing import pack_nibbles
+from octavo.quantization.quantize import (
+    DAMAGED,
+    Quantize,
+    blocks_of_8_bits,
+    check_reach,
+    quantize,
+    requantize,
+)
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 #: Rows are handed out in pieces of at most this many weights (16 MiB as f32), or of one row.
 PIECE_WEIGHTS = 1 << 22
+_PLAIN_NBYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _MOST_WEIGHTS_PER_BYTE = 6  # IQ1_S has 1.56 bits a weight
-_LARGEST = 127
-_DAMAGED = "The file is damaged or its model diverged"
 _Q4_0_NBYTES = 18
 _Q4_K_NBYTES = 144
 _MXFP4_NBYTES = 17
@@ -79,10 +87,11 @@ class Piece:
     row_order: npt.NDArray[np.int32] | None
 
 
-def pieces(rows: StoredRows, format_: Format) -> Iterator[Piece]:
+def pieces(rows: StoredRows, format_: Format, quantize: Quantize = quantize) -> Iterator[Piece]:
     """All rows of a tensor in the layout of a format, from the first to the last.
 
-    The file's pages are let go of behind each piece, so that loading takes no more memory than the weights.
+    quantize: makes quantised rows of plain ones. The file's pages are let go of behind each piece, so that
+    loading takes no more memory than the weights.
     """
     raw, order, type_name = rows.raw, rows.row_order, rows.type_name
     in_place = type_name == NATIVE_TYPES[format_] and _is_aligned(raw, format_)
@@ -96,13 +105,13 @@ def pieces(rows: StoredRows, format_: Format) -> Iterator[Piece]:
             yield Piece(raw[start : start + count], None)
         else:
             some = raw[start : start + count] if order is None else raw[order[start : start + count]]
-            yield Piece(convert(some, type_name, format_), None)
+            yield Piece(convert(some, type_name, format_, quantize), None)
         rows.release()
 
 
 def _weights_of_row(raw: Bytes, type_name: str) -> int:
     """Weights of a row, or more than there are."""
-    plain = {"F32": 4, "F16": 2, "BF16": 2}.get(type_name)
+    plain = _PLAIN_NBYTES.get(type_name)
     nbytes = int(raw.shape[1])
     return nbytes // plain if plain else nbytes * _MOST_WEIGHTS_PER_BYTE
 
@@ -112,7 +121,7 @@ def _is_aligned(raw: Bytes, format_: Format) -> bool:
     return format_.quantized or raw.ctypes.data % format_.element_nbytes == 0
 
 
-def convert(raw: Bytes, type_name: str, format_: Format) -> Bytes:
+def convert(raw: Bytes, type_name: str, format_: Format, quantize: Quantize = quantize) -> Bytes:
     """Rows of one type as rows of NATIVE_TYPES[format].
 
     Raises UnsupportedModelError for a type that can't be read, or that the format is too narrow for, and
@@ -122,6 +131,10 @@ def convert(raw: Bytes, type_name: str, format_: Format) -> Bytes:
         return raw.copy()
     if not format_.quantized:
         return _plain(dequantize(raw, type_name), format_)
+    if type_name in _PLAIN_NBYTES:
+        values = dequantize(raw, type_name)
+        check_reach(values, format_)
+        return quantize(values, format_)
     if format_ in _SHARING:
         values = dequantize(raw, type_name)
         scales = _own_scales(raw, type_name, values, format_)
@@ -183,25 +196,6 @@ def round_to_bf16(values: Floats) -> npt.NDArray[np.uint16]:
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
-def requantize(values: Floats, format_: Format = Format.Q8) -> Bytes:
-    """Rows [N, K] to Q8_0 or Q8G16, each weight within half a step. What shares a scale with a NaN or an inf
-    becomes NaN."""
-    groups = values.reshape(len(values), -1, _SHARING[format_])
-    with np.errstate(all="ignore"):
-        exact = np.abs(groups).max(axis=2) / np.float32(_LARGEST)
-        scale = exact.astype(np.float16)
-        # Rounding up keeps the largest weight in range, so that nothing is clipped.
-        scale = np.where(scale.astype(np.float32) < exact, np.nextafter(scale, np.float16(np.inf)), scale)
-        if (np.isinf(scale) & np.isfinite(exact)).any():
-            raise CheckpointError(
-                f"it has weights as large as {np.abs(values).max():g}; the scales of {format_} hold up to "
-                f"{_LARGEST * float(np.finfo(np.float16).max):g}. {_DAMAGED}"
-            )
-        scale = np.where(np.isfinite(exact), scale, np.float16(np.nan))
-        quants = np.rint(groups / scale.astype(np.float32)[:, :, None])
-    return _blocks_of_8_bits(scale, quants)
-
-
 def _own_scales(raw: Bytes, type_name: str, values: Floats, format_: Format) -> Floats | None:
     """What each 32 or 16 weights are whole multiples of, f32 [N, parts]; None where a type is not like this,
     or the multiples are of another length."""
@@ -235,17 +229,7 @@ def _with_scales(values: Floats, scales: Floats, format_: Format) -> Bytes:
     that is an integer is not rounded. The scales are, to f16."""
     with np.errstate(all="ignore"):
         quants = values.reshape(*scales.shape, -1) / scales[:, :, None]
-    return _blocks_of_8_bits(_as_f16(scales, format_), quants)
-
-
-def _blocks_of_8_bits(scale: npt.NDArray[np.float16], quants: Floats) -> Bytes:
-    """Rows of Q8_0 or Q8G16 of scales [N, parts] and whole numbers [N, parts, 32 or 16], of which those that
-    a zero, a NaN or an inf made are 0."""
-    rows = len(scale)
-    integers = np.nan_to_num(quants, nan=0.0, posinf=0.0, neginf=0.0).astype(np.int8)
-    blocks = integers.reshape(rows, -1, GROUP).view(np.uint8)
-    head = np.ascontiguousarray(scale).view(np.uint8).reshape(rows, blocks.shape[1], -1)
-    return np.concatenate([head, blocks], axis=2).reshape(rows, -1)
+    return blocks_of_8_bits(_as_f16(scales, format_), quants)
 
 
 def _as_f16(values: Floats, format_: Format) -> npt.NDArray[np.float16]:
@@ -255,7 +239,7 @@ def _as_f16(values: Floats, format_: Format) -> npt.NDArray[np.float16]:
     if (np.isinf(halves) & np.isfinite(values)).any():
         largest = np.abs(values[np.isfinite(values)]).max()
         raise CheckpointError(
-            f"it has a scale or a min of {largest:g}; {format_} holds up to 65504. {_DAMAGED}"
+            f"it has a scale or a min of {largest:g}; {format_} holds up to 65504. {DAMAGED}"
         )
     return halves
 
@@ -280,7 +264,7 @@ def _q4_0_as_q4_1(raw: Bytes) -> Bytes:
         m = d * np.float16(-8)
     if (np.isinf(m) & np.isfinite(d)).any():
         raise CheckpointError(
-            f"it has a scale of {np.abs(d[np.isfinite(d)]).max():g}; q4m holds up to 8188. {_DAMAGED}"
+            f"it has a scale of {np.abs(d[np.isfinite(d)]).max():g}; q4m holds up to 8188. {DAMAGED}"
         )
     return np.concatenate([d.view(np.uint8), m.view(np.uint8), nibbles], axis=2).reshape(len(raw), -1)
 

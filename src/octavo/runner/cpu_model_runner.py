@@ -26,10 +26,9 @@ class CPUModelRunner(ModelRunner):
     def _choose_backend(self, config: EngineConfig) -> Backend:
         threads = config.threads or cpu.num_threads()
         if config.backend == "auto" and not library.available():
-            reason = f"the native CPU kernels were not built ({library.why_unavailable()})"
-            advice = "Install a C++ compiler and install Octavo again"
-            logger.warning("%s: the torch backend serves, slowly. %s", reason, advice)
-            self.declined[NativeBackend.name] = f"{reason}. {advice}"
+            reason = f"the native CPU kernels can't be used: {library.why_unavailable()}"
+            logger.warning("%s. The torch backend serves, slowly. %s", reason, library.HOW_TO_BUILD)
+            self.declined[NativeBackend.name] = f"{reason}. {library.HOW_TO_BUILD}"
             return TorchBackend(num_threads=threads)
         if config.backend == "torch":
             return TorchBackend(num_threads=threads)

@@ -45,6 +45,7 @@ from octavo.sampling.logprobs import prompt_logprobs
 from octavo.sampling.sampler import SamplingRow, sample
 from octavo.weights.checkpoint import Checkpoint, naming, open_checkpoint
 from octavo.weights.config_check import checked_config
+from octavo.weights.fetching import progress_bar
 from octavo.weights.sources import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class ModelRunner(abc.ABC):
         activation_bits, feed_forward_bits = ACTIVATION_BITS[config.activation_bits]
         builder = ProgramBuilder(
             self.checkpoint.architecture,
-            format_of=lambda parts: self.checkpoint.format_of(parts, plain),
+            format_of=lambda parts: self.checkpoint.format_of(parts, plain, config.quantization),
             kv_dtype=_kv_dtype(config, self.backend),
             activation_bits=activation_bits,
             feed_forward_bits=feed_forward_bits,
@@ -119,6 +120,12 @@ class ModelRunner(abc.ABC):
         with naming(self.checkpoint.path):
             self.program = build(builder, checked_config(self.checkpoint), self.max_model_len)
         self.checkpoint.check_all_used(part for weight in self.program.weights for part in weight.parts)
+        if config.quantization != "none" and not self.checkpoint.quantized_on_load:
+            raise ConfigError(
+                f"--quantization {config.quantization} is for weights that are stored plain, but those of "
+                f"{self.checkpoint.path.name} are {' and '.join(self.weight_formats)} already, or have rows "
+                "of no multiple of 32; leave it away"
+            )
         self._parts = {weight.id: _parts(self.checkpoint, weight) for weight in self.program.weights}
         for note in self.checkpoint.notes:
             logger.info(note)
@@ -160,21 +167,32 @@ class ModelRunner(abc.ABC):
                 f"the machine has the memory free, but this process could not get it: {str(error)[:200]}. "
                 "Raise its limit (ulimit -v), or lower --kv-cache-gib or --max-model-len"
             ) from error
-        for weight in self.program.weights:
-            start = self.sealed.weight_offsets[weight.id]
-            out = memory.weights[start : start + self.backend.table.weight_nbytes(weight)]
-            try:
-                self.backend.pack_weight(weight, self._parts[weight.id], out)
-            except ModelLoadError as error:
-                raise type(error)(f"{self.checkpoint.path}: weight {weight.name!r}: {error}") from error
-            if weight.offset:  # every backend keeps vectors as plain f32
-                out.view(torch.float32)[: weight.shape[0]] += weight.offset
+        self._read_weights(memory)
         for rope in self.program.ropes:
             start = self.sealed.rope_offsets[rope.id]
             table = memory.weights[start : start + rope.nbytes].view(torch.float32)
             table.copy_(torch.from_numpy(cos_sin(rope).reshape(-1)))
         self._memory = memory
         self.backend.bind(self.sealed, memory, self.inputs)
+
+    def _read_weights(self, memory: DeviceMemory) -> None:
+        """Pack all parameters, with a progress bar where that takes long: when they are quantised."""
+        nbytes, quantized = self.backend.table.weight_nbytes, self.checkpoint.quantized_on_load
+        slow = {w.id: nbytes(w) for w in self.program.weights if not quantized.isdisjoint(w.parts)}
+        total = sum(slow.values())
+        done = 0
+        with progress_bar(f"Quantising {self.checkpoint.path.name}", total, enabled=total > 0) as show:
+            for weight in self.program.weights:
+                start = self.sealed.weight_offsets[weight.id]
+                out = memory.weights[start : start + nbytes(weight)]
+                try:
+                    self.backend.pack_weight(weight, self._parts[weight.id], out)
+                except ModelLoadError as error:
+                    raise type(error)(f"{self.checkpoint.path}: weight {weight.name!r}: {error}") from error
+                if weight.offset:  # every backend keeps vectors as plain f32
+                    out.view(torch.float32)[: weight.shape[0]] += weight.offset
+                done += slow.get(weight.id, 0)
+                show(done)
 
     @abc.abstractmethod
     def _allocate(self, num_blocks: int) -> DeviceMemory:

@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from octavo.errors import CheckpointError, ModelLoadError, ProgramError, UnsupportedModelError
 from octavo.quantization.conversion import dequantize
-from octavo.quantization.formats import STORED_TYPES, Format, common_format, holds_exactly
+from octavo.quantization.formats import GROUP, STORED_TYPES, Format, common_format, holds_exactly
+from octavo.weights.quantize_on_load import format_on_load
 
 
 class TensorInfo(Protocol):
@@ -102,7 +103,8 @@ class Checkpoint(abc.ABC):
     """A model on disk; `open_checkpoint` opens either kind.
 
     path: the file or directory. architecture: the model family, as its config calls it. metadata: GGUF's
-    own, for the tokenizer; {} for a directory.
+    own, for the tokenizer; {} for a directory. quantized_on_load: tensors that `format_of` chose a quantised
+    format for, though they are stored plain.
     """
 
     path: Path
@@ -110,6 +112,7 @@ class Checkpoint(abc.ABC):
     metadata: dict[str, Any]
 
     def __init__(self) -> None:
+        self.quantized_on_load: set[str] = set()
         self._converted: Counter[tuple[str, Format]] = Counter()
 
     @property
@@ -127,8 +130,11 @@ class Checkpoint(abc.ABC):
         listed = ", ".join(f"{count} of {stored} as {format_}" for (stored, format_), count in counts)
         return [f"{self.path.name}: tensors held in a format near their own, rounded to nearest: {listed}"]
 
-    def format_of(self, parts: tuple[str, ...], plain: Format | None = None) -> Format:
-        """The format that all of these tensors, stacked, are held in; plain: instead of another plain one."""
+    def format_of(
+        self, parts: tuple[str, ...], plain: Format | None = None, quantization: str = "none"
+    ) -> Format:
+        """The format that all of these tensors, stacked, are held in; plain: instead of another plain one.
+        quantization: what plain ones are quantised to, see `quantize_on_load`."""
         infos = [self._place(part)[1] for part in parts]
         for info in infos:
             if info.type_name not in STORED_TYPES:
@@ -139,6 +145,10 @@ class Checkpoint(abc.ABC):
         format_ = common_format(info.type_name for info in infos)
         if plain is not None and not format_.quantized:
             format_ = plain
+        on_load = format_on_load(parts, quantization)
+        if on_load is not None and all(_may_be_quantized(info) for info in infos):
+            self.quantized_on_load.update(parts)
+            format_ = on_load
         for info in infos:
             if len(info.shape) > 1 and not holds_exactly(format_, info.type_name):
                 self._converted[info.type_name, format_] += 1
@@ -194,6 +204,10 @@ class Checkpoint(abc.ABC):
     @abc.abstractmethod
     def _unused(self, names: set[str]) -> Collection[str]:
         """Tensors besides these, as the files call them, that change what a model answers."""
+
+
+def _may_be_quantized(info: TensorInfo) -> bool:
+    return not STORED_TYPES[info.type_name].format.quantized and info.shape[-1] % GROUP == 0
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,8 +23,10 @@ from octavo.errors import CheckpointError, ConfigError, ModelLoadError, Unsuppor
 from octavo.quantization.conversion import dequantize
 from octavo.quantization.formats import GROUP
 from octavo.quantization.pack_quantized import BITS, pack_rows, quantization_config
+from octavo.quantization.quantize import Quantize, quantize
 from octavo.weights.convert_sources import Source, SourceTensor, num_rows
 from octavo.weights.fetching import lack_of_room, progress_bar
+from octavo.weights.quantize_on_load import PROJECTION
 from octavo.weights.safetensors_checkpoint import CONFIG
 from octavo.weights.safetensors_writer import (
     MAX_SHARD_BYTES,
@@ -40,10 +41,6 @@ DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _PIECE_WEIGHTS = 1 << 19
-#: Matrices that are quantised: those of attention and of MLPs, experts' too; not routers, embeddings, heads.
-_QUANTISED = re.compile(
-    r"model\..+\.(q|k|v|o|qkv|gate|up|down|gate_up)_proj\.weight|model\..+\.experts\.\d+\.w[123]\.weight"
-)
 
 
 @dataclass(slots=True)
@@ -84,14 +81,15 @@ def convert(
     *,
     quantization: str = "none",
     dtype: str = "auto",
+    quantize: Quantize = quantize,
     progress: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Report:
     """Write `source` to the new directory `out`.
 
     quantization: one of QUANTIZATIONS. dtype: one of DTYPES for what is not quantised, "auto": as it is.
-    progress: show a bar on standard error. Raises ConfigError for what makes no sense, ModelLoadError for
-    what can't be converted or written.
+    quantize: the library's, or numpy's, of the same bits. progress: show a bar on standard error. Raises
+    ConfigError for what makes no sense, ModelLoadError for what can't be converted or written.
     """
     check_request(out, quantization, dtype)
     _check_source(source, quantization, dtype)
@@ -113,7 +111,7 @@ def convert(
             progress_bar(f"Converting {source.path.name}", total, enabled=progress) as show,
         ):
             for job, done in zip(jobs, _ends(jobs), strict=True):
-                _write(job, writer, report)
+                _write(job, writer, report, quantize)
                 show(done)
         report.num_files = len(writer.file_names)
         report.nbytes_after = sum((folder / name).stat().st_size for name in writer.file_names)
@@ -149,7 +147,7 @@ def _check_source(source: Source, quantization: str, dtype: str) -> None:
 def _job(tensor: SourceTensor, bits: int, dtype: str) -> _Job:
     shape = tensor.shape
     fits = tensor.dtype in _FLOATS and len(shape) == 2 and shape[1] % GROUP == 0
-    if bits and fits and _QUANTISED.fullmatch(tensor.name):
+    if bits and fits and PROJECTION.fullmatch(tensor.name):
         return _Job(tensor, tensor.dtype, bits)
     if dtype == "auto" or tensor.kept_as not in _FLOATS:
         return _Job(tensor, tensor.kept_as, 0)
@@ -164,7 +162,7 @@ def _ends(jobs: list[_Job]) -> Iterator[int]:
         yield done
 
 
-def _write(job: _Job, writer: SafetensorsWriter, report: Report) -> None:
+def _write(job: _Job, writer: SafetensorsWriter, report: Report, quantize: Quantize) -> None:
     tensor, name = job.tensor, job.tensor.name
     rows = num_rows(tensor.shape)
     width = tensor.shape[-1] if tensor.shape else 1
@@ -176,7 +174,7 @@ def _write(job: _Job, writer: SafetensorsWriter, report: Report) -> None:
             if not job.bits:
                 writer.append(name, _cast(raw, tensor.dtype, job.dtype))
                 continue
-            packed = pack_rows(_as_f32(raw, tensor.dtype), job.bits)
+            packed = pack_rows(_as_f32(raw, tensor.dtype), job.bits, quantize)
             writer.append(f"{name}_packed", packed.packed)
             writer.append(f"{name}_scale", packed.scale)
             error, norm = error + packed.squared_error, norm + packed.squared_norm

@@ -27,6 +27,7 @@ from octavo.backends.native.library import (
     OpDesc,
     RowsCode,
 )
+from octavo.backends.native.quantizer import quantize_with
 from octavo.backends.native.table import NativeKernelTable
 from octavo.errors import BackendError, ConfigError
 from octavo.program.ir import (
@@ -53,6 +54,7 @@ from octavo.program.ir import (
 from octavo.program.planner import ALIGNMENT, PlannedOp, SealedProgram
 from octavo.quantization.conversion import pieces
 from octavo.quantization.formats import Format
+from octavo.quantization.quantize import Bytes, Floats
 from octavo.sampling_params import SamplingParams
 
 _FORMATS = {format_: FormatCode[format_.name] for format_ in Format}
@@ -64,7 +66,7 @@ _ROWS = {Dim.TOKENS: RowsCode.TOKENS, Dim.SEQS: RowsCode.SEQS, Dim.SAMPLED: Rows
 class NativeBackend:
     """Runs programs on the CPU with `num_threads` threads, the caller of `run` being one of them.
 
-    isa: "auto" (by CPUID), "scalar", "avx2" or "avx512"; all give the same bits.
+    isa: "auto" (the fastest this CPU runs) or the name of an `Isa`; all give the same bits.
     Raises ConfigError if the library is missing or this CPU lacks the ISA.
     """
 
@@ -107,7 +109,7 @@ class NativeBackend:
             out[: values.nbytes].view(torch.float32).copy_(torch.from_numpy(values))
             return
         first_row = 0
-        for piece in (piece for part in parts for piece in pieces(part, weight.format)):
+        for piece in (piece for part in parts for piece in pieces(part, weight.format, self._quantize)):
             raw, row_order = np.ascontiguousarray(piece.raw), piece.row_order
             num_rows = len(raw) if row_order is None else len(row_order)
             if first_row + num_rows <= weight.shape[0]:
@@ -123,6 +125,9 @@ class NativeBackend:
                 self._library.octavo_pack(context, ctypes.byref(job))
             first_row += num_rows
         _expect_rows(weight, first_row)
+
+    def _quantize(self, values: Floats, format_: Format) -> Bytes:
+        return quantize_with(self._library, self._require_context(), values, format_)
 
     def bind(self, sealed: SealedProgram, memory: DeviceMemory, inputs: StepInputs) -> None:
         """Prepare to run a program in this memory. Called once, after the weights are packed."""

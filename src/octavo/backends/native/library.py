@@ -11,10 +11,17 @@ import enum
 import functools
 from pathlib import Path
 
+from octavo.backends.native.elf import why_not_loadable
 from octavo.errors import ConfigError
+from octavo.platforms import cpu
 
 LIBRARY_NAME = "liboctavo_cpu.so"
 ABI_VERSION = 4
+#: pip would keep what is installed, and take a wheel that it built without a compiler from its cache.
+HOW_TO_BUILD = (
+    "Install a C++17 compiler (g++ or clang++) and Octavo again: "
+    "pip install --force-reinstall --no-deps --no-cache-dir octavo"
+)
 
 _Pointer = ctypes.c_void_p
 _I32 = ctypes.c_int32
@@ -30,6 +37,8 @@ class Isa(enum.IntEnum):
     SCALAR = 1
     AVX2 = 2
     AVX512 = 3
+    NEON = 4
+    NEON_DOT = 5
 
 
 class FormatCode(enum.IntEnum):
@@ -95,7 +104,6 @@ class ExpertsDesc(ctypes.Structure):
         ("router_format", _I32),
         ("gate_up_format", _I32),
         ("down_format", _I32),
-        ("reserved", _I32),
         ("router", _Pointer),
         ("gate_up", _Pointer),
         ("down", _Pointer),
@@ -211,13 +219,24 @@ class Choice(ctypes.Structure):
     ]
 
 
+class QuantizeJob(ctypes.Structure):
+    """OctavoQuantizeJob."""
+
+    _fields_ = [
+        ("format", _I32),
+        ("width", _I32),
+        ("num_rows", _I64),
+        ("values", _Pointer),
+        ("raw", _Pointer),
+    ]
+
+
 def load() -> ctypes.CDLL:
     """The library, its functions typed. Raises ConfigError with the reason if there is none."""
     library, reason = _try_load()
     if library is None:
         raise ConfigError(
-            f"the native backend is not available: {reason}. Install a C++17 compiler (g++ or clang++) "
-            "and install Octavo again, or choose the torch backend"
+            f"the native backend is not available: {reason}. {HOW_TO_BUILD}; or choose the torch backend"
         )
     return library
 
@@ -240,6 +259,9 @@ def _try_load() -> tuple[ctypes.CDLL | None, str | None]:
         return None, f"there is no {LIBRARY_NAME} in {', '.join(map(str, folders))}"
     path = max(found, key=lambda path: path.stat().st_mtime)  # the one built last
     try:
+        damage = why_not_loadable(path, cpu.architecture())
+        if damage is not None:
+            return None, f"{path} {damage}"
         library = ctypes.CDLL(str(path))
         version = int(library.octavo_version())
     except (OSError, AttributeError) as why:
@@ -267,6 +289,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "octavo_destroy": (None, [context]),
         "octavo_isa": (ctypes.c_char_p, [context]),
         "octavo_pack": (None, [context, ctypes.POINTER(PackJob)]),
+        "octavo_quantize": (None, [context, ctypes.POINTER(QuantizeJob)]),
         "octavo_bind": (
             None,
             [
