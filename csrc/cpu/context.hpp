@@ -7,12 +7,25 @@
 #include "thread_team.hpp"
 #include "worker.hpp"
 
+namespace octavo {
+
+// The arguments of octavo_choose. Threads that come late still read them when it has returned.
+struct Choosing {
+  OctavoChoice* choices;
+  int32_t num_choices;
+  int32_t width;
+  uint8_t* scratch;
+};
+
+}  // namespace octavo
+
 struct OctavoContext {
   OctavoContext(const octavo::KernelSet& kernels, int num_threads)
       : kernels(kernels), team(num_threads) {}
 
   const octavo::KernelSet& kernels;
   std::vector<OctavoOp> ops;
+  octavo::Choosing choosing{};
   octavo::Step step{};               // inputs and limits from bind, sizes from run
   std::vector<int32_t> query_tiles;  // [max_seqs + 1]
   octavo::ThreadTeam team;           // last: its threads read the above until they are joined
