@@ -80,23 +80,44 @@ OCTAVO_INLINE void prefetch_ahead(const Block& block) {
 
 // -- dot products of one group ------------------------------------------------------------------
 
+// Where a product takes long, a few rows are summed in several chains each (chains_for).
+
+template <int C, int R>
+OCTAVO_INLINE void clear(I32x16 (&chains)[C][R]) {
+  for (int c = 0; c < C; ++c) {
+    for (int row = 0; row < R; ++row) chains[c][row] = zero_i32x16();
+  }
+}
+
+template <int C, int R>
+OCTAVO_INLINE void add_up(const I32x16 (&chains)[C][R], I32x16 (&dot)[R]) {
+  for (int row = 0; row < R; ++row) {
+    dot[row] = chains[0][row];
+    for (int c = 1; c < C; ++c) dot[row] = add(dot[row], chains[c][row]);
+  }
+}
+
 // Nibbles, int16 activations in q4m's order.
 template <int R>
 OCTAVO_INLINE void dot_nibbles(const uint8_t (*quants)[4 * kPanel], const int16_t* x,
                                I32x16 (&dot)[R]) {
-  for (int row = 0; row < R; ++row) dot[row] = zero_i32x16();
+  constexpr int kChains = chains_for(R);
+  I32x16 chains[kChains][R];
+  clear(chains);
 OCTAVO_UNROLL(4)
   for (int eight = 0; eight < kGroup / 8; ++eight) {
     const Bytes64 both = load_bytes(quants[eight]);
     const Words32 weights[4] = {low_even(both), low_odd(both), high_even(both), high_odd(both)};
 OCTAVO_UNROLL(4)
     for (int pair = 0; pair < 4; ++pair) {
+      I32x16(&sum)[R] = chains[pair % kChains];
 OCTAVO_UNROLL(12)
       for (int row = 0; row < R; ++row) {
-        dot[row] = multiply_add(weights[pair], x + row * kGroup + 8 * eight + 2 * pair, dot[row]);
+        sum[row] = multiply_add(weights[pair], x + row * kGroup + 8 * eight + 2 * pair, sum[row]);
       }
     }
   }
+  add_up(chains, dot);
 }
 
 // Nibbles, int8 activations.
@@ -126,15 +147,19 @@ OCTAVO_UNROLL(12)
 template <int R>
 OCTAVO_INLINE void dot_bytes(const int8_t (*quants)[2 * kPanel], int pairs, const int16_t* x,
                              I32x16 (&dot)[R]) {
-  for (int row = 0; row < R; ++row) dot[row] = zero_i32x16();
+  constexpr int kChains = chains_for(R);
+  I32x16 chains[kChains][R];
+  clear(chains);
 OCTAVO_UNROLL(16)
   for (int pair = 0; pair < pairs; ++pair) {
     const Words32 weights = load_widened(quants[pair]);
+    I32x16(&sum)[R] = chains[pair % kChains];
 OCTAVO_UNROLL(12)
     for (int row = 0; row < R; ++row) {
-      dot[row] = multiply_add(weights, x + row * kGroup + 2 * pair, dot[row]);
+      sum[row] = multiply_add(weights, x + row * kGroup + 2 * pair, sum[row]);
     }
   }
+  add_up(chains, dot);
 }
 
 // -- tiles --------------------------------------------------------------------------------------

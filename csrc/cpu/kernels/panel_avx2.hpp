@@ -4,6 +4,7 @@
 namespace octavo::OCTAVO_ISA {
 
 constexpr int kRowTiles[] = {1, 2, 3, 4};
+constexpr int chains_for(int) { return 1; }
 
 struct F32x16 {
   F8 low, high;
@@ -32,6 +33,9 @@ OCTAVO_INLINE F32x16 fma(F32x16 a, float b, F32x16 c) {
   return {fma(a.low, broadcast(b), c.low), fma(a.high, broadcast(b), c.high)};
 }
 OCTAVO_INLINE I32x16 zero_i32x16() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+OCTAVO_INLINE I32x16 add(I32x16 a, I32x16 b) {
+  return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)};
+}
 // a + x in each lane; x is a whole number, or NaN: then some integer.
 OCTAVO_INLINE I32x16 add_to_all(I32x16 a, float x) {
   const __m256i b = _mm256_cvtps_epi32(_mm256_set1_ps(x));

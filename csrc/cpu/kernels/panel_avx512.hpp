@@ -5,6 +5,7 @@
 namespace octavo::OCTAVO_ISA {
 
 constexpr int kRowTiles[] = {1, 2, 4, 8, 12};
+constexpr int chains_for(int rows) { return rows == 1 ? 4 : rows <= 4 ? 2 : 1; }
 
 struct F32x16 {
   __m512 v;
@@ -30,6 +31,7 @@ OCTAVO_INLINE F32x16 fma(F32x16 a, float b, F32x16 c) {
   return {_mm512_fmadd_ps(a.v, _mm512_set1_ps(b), c.v)};
 }
 OCTAVO_INLINE I32x16 zero_i32x16() { return {_mm512_setzero_si512()}; }
+OCTAVO_INLINE I32x16 add(I32x16 a, I32x16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
 // a + x in each lane; x is a whole number, or NaN: then some integer.
 OCTAVO_INLINE I32x16 add_to_all(I32x16 a, float x) {
   return {_mm512_add_epi32(a.v, _mm512_cvtps_epi32(_mm512_set1_ps(x)))};

@@ -5,6 +5,7 @@
 namespace octavo::OCTAVO_ISA {
 
 constexpr int kRowTiles[] = {1, 2, 4};
+constexpr int chains_for(int) { return 1; }
 
 struct F32x16 {
   F8 low, high;
@@ -35,6 +36,10 @@ OCTAVO_INLINE F32x16 fma(F32x16 a, float b, F32x16 c) {
 OCTAVO_INLINE I32x16 zero_i32x16() {
   const int32x4_t none = vdupq_n_s32(0);
   return {{none, none, none, none}};
+}
+OCTAVO_INLINE I32x16 add(I32x16 a, I32x16 b) {
+  for (int i = 0; i < 4; ++i) a.v[i] = vaddq_s32(a.v[i], b.v[i]);
+  return a;
 }
 // a + x in each lane; x is a whole number, or NaN: then some integer.
 OCTAVO_INLINE I32x16 add_to_all(I32x16 a, float x) {

@@ -4,6 +4,7 @@
 namespace octavo::OCTAVO_ISA {
 
 constexpr int kRowTiles[] = {1, 2};
+constexpr int chains_for(int) { return 1; }
 
 struct F32x16 {
   F8 low, high;
@@ -32,6 +33,10 @@ OCTAVO_INLINE F32x16 fma(F32x16 a, float b, F32x16 c) {
   return {fma(a.low, broadcast(b), c.low), fma(a.high, broadcast(b), c.high)};
 }
 OCTAVO_INLINE I32x16 zero_i32x16() { return {}; }
+OCTAVO_INLINE I32x16 add(I32x16 a, I32x16 b) {
+  for (int i = 0; i < 16; ++i) a.v[i] += b.v[i];
+  return a;
+}
 // a + x in each lane; x is a whole number, or NaN: then some integer.
 OCTAVO_INLINE I32x16 add_to_all(I32x16 a, float x) {
   if (x != x) return a;

@@ -11,6 +11,7 @@
 //   Bytes64     64 weights of a panel's block, four k's for each output: products with int8, exact
 //   Words32     32 of them, two k's for each output: products with int16, exact. low_even .. high_odd
 //               take those k = 0, 2 | 1, 3 | 4, 6 | 5, 7 of a row of Q4mBlock::quants
+//   chains_for(rows)   sums to split a row's products over, so that none waits for the last
 //   kRowTiles, kRowsTogether   rows of x, and of queries, whose sums fit the registers
 //
 // max(a, b) is a > b ? a : b and min(a, b) is a < b ? a : b, per lane: what x86 does with NaN.
