@@ -103,6 +103,15 @@ def test_a_library_of_another_build(
 
 
 @needs_library
+def test_a_library_that_lacks_a_function(searching: Callable[[Path], None], tmp_path: Path) -> None:
+    """Of the same interface by its number: a developer's, built before the last change."""
+    whole = Path(library.load()._name).read_bytes()
+    (tmp_path / library.LIBRARY_NAME).write_bytes(whole.replace(b"octavo_bind", b"octavo_bond"))
+    searching(tmp_path)
+    assert re.search("is of another build: .*undefined symbol: octavo_bind", library.why_unavailable() or "")
+
+
+@needs_library
 def test_it_is_found_here() -> None:
     assert library.why_unavailable() is None
     assert library.load().octavo_version() == library.ABI_VERSION

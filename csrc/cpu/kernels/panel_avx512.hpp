@@ -45,7 +45,8 @@ struct Bytes64 {
 };
 using QuadSums = I32x16;
 
-OCTAVO_INLINE Bytes64 load_bytes(const uint8_t* p) { return {_mm512_load_si512(p)}; }
+// Every second Q4Block begins in the middle of a line.
+OCTAVO_INLINE Bytes64 load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 OCTAVO_INLINE Bytes64 low_nibbles(Bytes64 a) {
   return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))};
 }

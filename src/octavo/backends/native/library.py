@@ -270,7 +270,10 @@ def _try_load() -> tuple[ctypes.CDLL | None, str | None]:
         return None, (
             f"{path} is of another build: it has interface {version}, but this Octavo speaks {ABI_VERSION}"
         )
-    _declare(library)
+    try:
+        _declare(library)
+    except AttributeError as why:
+        return None, f"{path} is of another build: {why}"
     return library, None
 
 
