@@ -7,8 +7,8 @@ bear that very differently, since threads that spin for one that has lost its co
 
 llama.cpp is what llama-cpp-python has, compiled for this CPU at the first run, and called by its batches. It
 sees the default model's file (Q4_1) and a copy of it quantised to Q4_0, for which it has faster kernels.
-transformers gets the first file's weights, dequantised. Octavo runs its whole engine core, with 16-bit and
-with 8-bit activations.
+transformers gets the first file's weights, dequantised. Octavo runs its whole engine core, once for each of
+--activation-bits.
 
 The last line of standard output is JSON. --plot writes a chart.
 """
@@ -32,6 +32,7 @@ from rich.table import Table
 
 import ceilings
 from octavo.config.resolve import resolve
+from octavo.config.schema import ACTIVATION_BITS
 from octavo.platforms import cpu
 from octavo.weights.sources import resolve_model
 from peers.bench import Measurement, Sample, Worker, decode, prefill
@@ -40,9 +41,8 @@ from peers.requantize import as_q4_0
 
 MODEL = "smollm2-135m-instruct"
 MOST_OTHERS = 0.1  # of the machine, beyond which a round is made again
-OURS, ROUGH, LLAMA, TRANSFORMERS = "octavo", "octavo, 8 bit", "llama.cpp", "transformers"
+LLAMA, TRANSFORMERS = "llama.cpp", "transformers"
 WIDTH = 140  # of tables in a file
-RATIOS = ((OURS, LLAMA), (ROUGH, LLAMA), (OURS, TRANSFORMERS))
 
 Round = dict[str, Sample]
 
@@ -88,10 +88,10 @@ def engines(
             return made
 
         found = {
-            OURS: start(sys.executable, "octavo_worker.py"),
-            ROUGH: start(sys.executable, "octavo_worker.py", "--activation-bits=8"),
-            LLAMA: start(llama, "llama_worker.py"),
+            f"octavo, {bits}": start(sys.executable, "octavo_worker.py", f"--activation-bits={bits}")
+            for bits in args.activation_bits
         }
+        found[LLAMA] = start(llama, "llama_worker.py")
         if all_of_them and args.transformers != "none":
             dtype = f"--dtype={args.transformers}"
             found[TRANSFORMERS] = start(sys.executable, "transformers_worker.py", dtype)
@@ -99,15 +99,14 @@ def engines(
 
 
 def summary(what: Measurement, rounds: list[Round]) -> dict[str, Any]:
-    """Medians of tokens a second, and of ratios with the smallest and the largest."""
+    """Medians of tokens a second, and of ratios to llama.cpp, with the smallest and the largest."""
     row: dict[str, Any] = {"measurement": what.name, "tokens_per_s": {}, "ratios": {}}
     for name in rounds[0]:
         row["tokens_per_s"][name] = round(statistics.median(each[name].tokens_per_s for each in rounds), 1)
-    for ours, theirs in RATIOS:
-        if theirs in rounds[0]:
-            ratios = sorted(each[ours].tokens_per_s / each[theirs].tokens_per_s for each in rounds)
-            spread = (statistics.median(ratios), ratios[0], ratios[-1])
-            row["ratios"][f"{ours} / {theirs}"] = [round(ratio, 2) for ratio in spread]
+    for ours in (name for name in rounds[0] if name.startswith("octavo")):
+        ratios = sorted(each[ours].tokens_per_s / each[LLAMA].tokens_per_s for each in rounds)
+        spread = (statistics.median(ratios), ratios[0], ratios[-1])
+        row["ratios"][f"{ours} / {LLAMA}"] = [round(ratio, 2) for ratio in spread]
     row["disturbed"] = sum(max(s.others for s in each.values()) > MOST_OTHERS for each in rounds)
     return row
 
@@ -161,6 +160,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--files", nargs="+", choices=["Q4_1", "Q4_0"], default=["Q4_1", "Q4_0"])
     parser.add_argument("--peers-dir", type=Path, help="environment of llama-cpp-python; made if need be")
     parser.add_argument("--transformers", choices=["bfloat16", "float32", "none"], default="bfloat16")
+    parser.add_argument("--activation-bits", nargs="+", choices=ACTIVATION_BITS, default=["16", "8"])
     parser.add_argument("--plot", type=Path)
     return parser.parse_args()
 
@@ -182,7 +182,7 @@ def main() -> None:
         for name in args.files:
             rows = files[name] = []
             with engines(paths[name], llama, args, all_of_them=name == args.files[0]) as workers:
-                about |= {engine: worker.about() for engine, worker in workers.items()}
+                about[name] = {engine: worker.about() for engine, worker in workers.items()}
                 for what in MEASUREMENTS:
                     task = progress.add_task(f"{name}: {what.name}", total=args.repeats)
                     rounds = list(progress.track(bench.rounds(workers, what), task_id=task))

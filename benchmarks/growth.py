@@ -26,6 +26,7 @@ import ceilings
 from ceilings import Ceilings
 from octavo import ModelRunner
 from octavo.config.resolve import resolve
+from octavo.config.schema import ACTIVATION_BITS
 from octavo.platforms import cpu
 from octavo.program.ir import BLOCK_SIZE, Linear
 from octavo.program.pricing import OpCost, StepShape, price
@@ -150,7 +151,7 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=cpu.num_threads())
-    parser.add_argument("--activation-bits", type=int, default=16)
+    parser.add_argument("--activation-bits", choices=ACTIVATION_BITS, default="16")
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     console = Console(stderr=True)

@@ -2,9 +2,9 @@
 
     f32       the file's weights, dequantised; a cache of f32 too: what the others are held against
     file      the same weights as the file has them (q4m, and a q8 head), in the native backend's integers
-    file, a8  likewise, with --activation-bits 8
     bf16      the same weights once more as a bf16 checkpoint, kept so
-    int8, int4, and int4, a8    that checkpoint with --quantization
+    int8, int4    that checkpoint with --quantization
+    .., a16 or a8    with --activation-bits 16 or 8 instead of the default
 
 The weights lie on the grid of the file's own quantisation, from which 4 bits could restore them exactly. So
 the bf16 checkpoint has its hidden, MLP and value channels shuffled, which changes nothing of the function
@@ -76,11 +76,12 @@ F32 = {"dtype": "f32", "kv_dtype": "f32"}
 ROWS = (
     Row("f32", False, F32),
     Row("file", False, {}),
-    Row("file, a8", False, {"activation_bits": 8}),
+    Row("file, a16", False, {"activation_bits": "16"}),
+    Row("file, a8", False, {"activation_bits": "8"}),
     Row("bf16", True, {}),
     Row("int8", True, {"quantization": "int8"}),
     Row("int4", True, {"quantization": "int4"}),
-    Row("int4, a8", True, {"quantization": "int4", "activation_bits": 8}),
+    Row("int4, a8", True, {"quantization": "int4", "activation_bits": "8"}),
 )
 
 
@@ -231,7 +232,7 @@ def measure(num_windows: int, num_checked: int) -> dict[str, Any]:
             for loss in evaluate(path, row.settings, texts):
                 found[row.name].append(loss)
                 progress.advance(task)
-            reference, most = TARGETS.get(row.name.removesuffix(", a8"), ("", 0.0))
+            reference, most = TARGETS.get(row.name.partition(",")[0], ("", 0.0))
             perplexity = float(np.exp(np.mean(found[row.name])))
             entry: dict[str, Any] = {"row": row.name, "perplexity": round(perplexity, 4)}
             if reference:

@@ -99,7 +99,7 @@ class Worker:
         line = self._process.stdout.readline()
         if not line:
             self._errors.seek(0)
-            sys.exit(f"{self._process.args} ended:\n{self._errors.read()[-4000:]}")
+            sys.exit(f"{self._process.args!r} ended:\n{self._errors.read()[-4000:]}")
         return json.loads(line)
 
     def _own_seconds(self) -> float:

@@ -20,7 +20,7 @@ _SLACK = 16  # tokens that the first sequences get while the prompts of the last
 class Octavo:
     """An engine core, stepped by hand."""
 
-    def __init__(self, path: str, threads: int, activation_bits: int) -> None:
+    def __init__(self, path: str, threads: int, activation_bits: str) -> None:
         settings = {
             "model": path,
             "backend": "native",
@@ -82,6 +82,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--activation-bits", type=int, default=16)
+    parser.add_argument("--activation-bits", default="16")
     args = parser.parse_args()
     worker.serve(lambda: Octavo(args.model, args.threads, args.activation_bits))

@@ -161,7 +161,7 @@ size_t experts_scratch(const OctavoOp& op, const OctavoLimits& limits, size_t nu
   const size_t groups = std::min(experts, pairs);
   const size_t padded_experts = (experts + kPanel - 1) / kPanel * kPanel;
   const size_t prepared = std::max(
-      {prepared_nbytes(e.router_format, op.activation_bits, op.in_width, chunk, 1),
+      {prepared_nbytes(e.router_format, kRouterBits, op.in_width, chunk, 1),
        prepared_nbytes(e.gate_up_format, op.activation_bits, op.in_width, pairs, groups),
        prepared_nbytes(e.down_format, op.activation_bits, e.width, pairs, groups)});
   return align_up(chunk * padded_experts * sizeof(float)) + 4 * align_up(pairs * sizeof(float)) +

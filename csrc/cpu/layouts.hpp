@@ -13,6 +13,7 @@ constexpr int kTile = 64;        // KV positions that attention reduces at a tim
 constexpr int kSplit = 512;      // KV positions that are reduced apart and merged in order
 constexpr size_t kAlignment = 64;
 constexpr int kExpertTokens = 512;  // tokens whose experts are worked on together
+constexpr int kRouterBits = 16;  // of a router's activations: rougher ones would choose other experts
 constexpr int kMostPaddedRows = 4;  // that a kernel adds to the quantised rows of linear's last tile
 
 struct Half {

@@ -73,7 +73,6 @@ typedef struct OctavoExperts {
   int32_t router_format;  /* OctavoFormat of each weight */
   int32_t gate_up_format;
   int32_t down_format;
-  int32_t reserved;       /* 0 */
   const void* router;     /* [E, H] */
   const void* gate_up;    /* [E 2 F, H] */
   const void* down;       /* [E H, F] */

@@ -147,6 +147,7 @@ class Rig:
             format_of=lambda parts: formats.get(parts[0], Format.F32),
             kv_dtype=kv_dtype,
             activation_bits=activation_bits,
+            feed_forward_bits=activation_bits,
         )
         self.program: Program = builder.build(build(builder))
         self.limits = limits or Limits(max_tokens=96, max_seqs=8, max_sampled=96, max_model_len=256)

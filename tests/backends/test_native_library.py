@@ -110,7 +110,7 @@ def test_it_is_found_here() -> None:
 
 def test_structs_have_the_size_of_their_c_twins() -> None:
     assert ctypes.sizeof(library.OpDesc) == 20 * 4 + 12 * 8
-    assert ctypes.sizeof(library.ExpertsDesc) == 8 * 4 + 6 * 8
+    assert ctypes.sizeof(library.ExpertsDesc) == 7 * 4 + 4 + 6 * 8
     assert ctypes.sizeof(library.Inputs) == 8 * 8
     assert ctypes.sizeof(library.LimitsDesc) == 6 * 4
     assert ctypes.sizeof(library.Status) == 3 * 4 + 180

@@ -75,24 +75,27 @@ def part(rows: Rows, index: int, count: int) -> Rows:
 
 def expert_results(make_rig: MakeRig, experts: Experts, x: F32Array, whole: Any) -> tuple[F32Array, F32Array]:
     """Router logits [T, E] and each expert's result for each row [T, E, H], by linear ops."""
-    options = {
-        "formats": {w.name: w.format for w in whole.program.weights},
-        "activation_bits": next(op for op in whole.program.ops if op.kind == "moe").activation_bits or 16,
-    }
+    formats = {w.name: w.format for w in whole.program.weights}
+    bits = next(op for op in whole.program.ops if op.kind == "moe").activation_bits or 16
 
-    def run(emit: Emit, **weights: Rows) -> F32Array:
-        given = {**weights, "x": stored(x)}
-        rig = make_rig(NativeBackend(1), rowwise(x.shape[1], len(x), emit), weights=given, **options)
+    def run(emit: Emit, bits: int, weights: dict[str, Rows]) -> F32Array:
+        rig = make_rig(
+            NativeBackend(1),
+            rowwise(x.shape[1], len(x), emit),
+            weights={**weights, "x": stored(x)},
+            formats=formats,
+            activation_bits=bits,
+        )
         return rig.rows(range(len(x)))
 
     stacked = {name: parts[0] for name, parts in whole.parts.items() if name != "x"}
     routers = {name: rows for name, rows in stacked.items() if name.startswith("router")}
     others = {name: rows for name, rows in stacked.items() if name not in routers}
     results = [
-        run(experts.emit_one, **{name: part(rows, e, experts.count) for name, rows in others.items()})
+        run(experts.emit_one, bits, {name: part(rows, e, experts.count) for name, rows in others.items()})
         for e in range(experts.count)
     ]
-    return run(experts.emit_router, **routers), np.stack(results, axis=1)
+    return run(experts.emit_router, 16, routers), np.stack(results, axis=1)
 
 
 @pytest.mark.parametrize(("format_", "activation_bits"), KINDS)

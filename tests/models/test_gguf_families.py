@@ -149,7 +149,13 @@ def test_any_value_of_any_key_makes_a_program_or_is_refused(family: str, tmp_pat
 
 
 def on_native(path: Path, budget: int) -> ModelRunner:
-    settings = {"backend": "native", "threads": 2, "kv_dtype": "f32", "max_model_len": 64}
+    settings = {
+        "backend": "native",
+        "threads": 2,
+        "kv_dtype": "f32",
+        "max_model_len": 64,
+        "activation_bits": "16",
+    }
     return ModelRunner(path, resolve({**settings, "max_num_batched_tokens": budget}).config)
 
 

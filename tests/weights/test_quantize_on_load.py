@@ -27,7 +27,7 @@ BACKENDS = ["torch", pytest.param("native", marks=pytest.mark.skipif(not library
 
 
 def run(path: Path, **settings: Any) -> tuple[npt.NDArray[np.float32], ModelRunner]:
-    config = {"threads": 1, "max_model_len": 32, "kv_dtype": "f32", **settings}
+    config = {"threads": 1, "max_model_len": 32, "kv_dtype": "f32", "activation_bits": "16", **settings}
     runner = ModelRunner(path, resolve(config).config)
     logits = runner.predict(IDS)
     runner.close()

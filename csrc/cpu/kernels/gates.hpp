@@ -27,7 +27,7 @@ OCTAVO_INLINE F8 gated_clamped_swiglu(F8 g, F8 up) {
   return mul(add(clamped, broadcast(1.0f)), logistic(min(limit, g), 1.702f));
 }
 
-// x is the gate's `width` values, then as many of up; width is a multiple of 8. out may be x.
+// x is the gate's `width` values, then as many of up; width is a multiple of 8.
 template <class Gate>
 OCTAVO_INLINE void gate_row(const float* x, int width, float* out, Gate gate) {
   for (int k = 0; k < width; k += 8) store(out + k, gate(load(x + k), load(x + width + k)));

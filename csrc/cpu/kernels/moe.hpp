@@ -233,8 +233,8 @@ OCTAVO_INLINE void for_each_panel(int most_groups, int64_t panels, const MoEScra
 
 // Call f(tile) for the tiles of slots that this thread claims, and end the phase.
 template <class F>
-OCTAVO_INLINE void for_each_slot_tile(int num_pairs, const MoEScratch& s, Worker& worker, F f) {
-  for_each_row(num_pairs, worker, [&](int64_t index) {
+OCTAVO_INLINE void for_each_slot_tile(int most_tiles, const MoEScratch& s, Worker& worker, F f) {
+  for_each_row(most_tiles, worker, [&](int64_t index) {
     if (index < *s.num_tiles) f(s.tiles[index]);
   });
   end_phase(worker);
@@ -271,9 +271,10 @@ static void moe_chunk(const OctavoOp& op, int first, int num_tokens, const MoESc
   const OctavoExperts& e = *op.experts;
   const int num_pairs = num_tokens * e.top_k;
   const int most_groups = smaller_of(e.num_experts, num_pairs);
+  const int most_tiles = num_pairs / kRowTile + most_groups;
   const float* x = op.x + static_cast<size_t>(first) * op.in_width;
 
-  Product router = product_of(e.router_format, op.activation_bits, op.in_width, e.router, e.router_bias);
+  Product router = product_of(e.router_format, kRouterBits, op.in_width, e.router, e.router_bias);
   router.columns = e.num_experts;
   router.num_rows = num_tokens;
   router.x = x;
@@ -290,14 +291,14 @@ static void moe_chunk(const OctavoOp& op, int first, int num_tokens, const MoESc
   for (Range range{}; claim(worker, 1, 1, &range);) group_pairs(e, num_pairs, s);
   end_phase(worker);
 
-  for_each_slot_tile(num_pairs, s, worker, [&](SlotTile at) {
+  for_each_slot_tile(most_tiles, s, worker, [&](SlotTile at) {
     gather_tile(op, x, at, s);
     prepare_tile(gate_up_product(op, s, at.group), at.tile);
   });
   for_each_panel(most_groups, e.width / kPanel, s, worker,
                  [&](int group, Range panels) { widen(op, s, group, panels); });
   end_phase(worker);
-  for_each_slot_tile(num_pairs, s, worker, [&](SlotTile at) {
+  for_each_slot_tile(most_tiles, s, worker, [&](SlotTile at) {
     prepare_tile(down_product(op, s, at.group), at.tile);
   });
   for_each_panel(most_groups, op.out_width / kPanel, s, worker, [&](int group, Range panels) {

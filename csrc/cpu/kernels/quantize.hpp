@@ -81,7 +81,6 @@ struct QuantizedRows {
   }
 
   int groups() const { return width / kGroup; }
-  int num_tiles() const { return static_cast<int>(ceil_div(num_rows, kRowTile)); }
   int rows_in_tile(int tile) const { return tile_rows_for(num_rows - tile * kRowTile); }
 };
 

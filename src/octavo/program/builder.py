@@ -279,11 +279,11 @@ class ProgramBuilder:
             if bias.shape != matrix.shape[:1]:
                 raise ProgramError(f"bias {bias} {bias.shape} does not fit {matrix} {matrix.shape}")
         of_router, of_gate_up, of_down = biases or (None, None, None)
-        rough = any(weight.format.is_4_bit for weight in (router, gate_up, down))
+        bits = self._feed_forward_bits if gate_up.format.is_4_bit or down.format.is_4_bit else None
         op = MoE(
             out=self._buf(x.shape), x=x, router=router, gate_up=gate_up, down=down, num_experts=experts,
             top_k=top_k, normalize=normalize, activation=activation,
-            activation_bits=self._feed_forward_bits if rough else None, router_bias=of_router,
+            activation_bits=bits, router_bias=of_router,
             gate_up_bias=of_gate_up, down_bias=of_down,
         )  # fmt: skip
         return self._emit(op)

@@ -451,10 +451,10 @@ class MoE(Op):
     """out = sum over a token's experts e, best first, of share_e * down_e(act(gate_e x) * up_e x).
 
     x, out [T, H] f32; router [E, H], gate_up [E 2 F, H], down [E H, F]; biases [E], [E 2 F], [E H]. Products
-    are Linear's, act(gate) * up GatedActivation's. With y = router x and m its largest element,
-    share_e = exp(y_e - m) / lanes8(exp(y - m)). The top_k largest are taken, best first, ties to the smaller
-    id; normalize: each is divided by their sum, which is added best first. What a share multiplies rounds,
-    then it is added to the sum so far.
+    are Linear's, the router's always with activations of 16 bits; act(gate) * up is GatedActivation's.
+    With y = router x and m its largest element, share_e = exp(y_e - m) / lanes8(exp(y - m)). The top_k
+    largest are taken, best first, ties to the smaller id; normalize: each is divided by their sum, which is
+    added best first. Each product with a share rounds, and is then added.
     """
 
     x: Buf

@@ -104,7 +104,6 @@ class ExpertsDesc(ctypes.Structure):
         ("router_format", _I32),
         ("gate_up_format", _I32),
         ("down_format", _I32),
-        ("reserved", _I32),
         ("router", _Pointer),
         ("gate_up", _Pointer),
         ("down", _Pointer),

@@ -34,6 +34,7 @@ LANES = 8
 QUERY_TILE = 16  # query tokens of an attention work item
 SPLIT_ITEMS = 8  # items a thread, below which attention shares them a split at a time
 EXPERT_TOKENS = 512  # whose experts are worked on together
+_ROUTER_BITS = 16  # of a router's activations
 _MOST_PADDED_ROWS = 4  # of the quantised rows of a product's last tile
 _F32 = 4
 
@@ -108,9 +109,9 @@ class NativeKernelTable:
         elements = [chunk * -(-experts // PANEL) * PANEL, pairs, pairs, pairs, pairs, experts, 2, 3 * experts]
         elements += [2 * pairs, pairs * op.x.width, pairs * width, chunk * 2 * PANEL * self._num_threads]
         prepared = max(
-            _prepared_nbytes(op.router, op, chunk, 1),
-            _prepared_nbytes(op.gate_up, op, pairs, groups),
-            _prepared_nbytes(op.down, op, pairs, groups),
+            _prepared_nbytes(op.router, _ROUTER_BITS, chunk, 1),
+            _prepared_nbytes(op.gate_up, op.activation_bits, pairs, groups),
+            _prepared_nbytes(op.down, op.activation_bits, pairs, groups),
         )
         return sum(_align(count * _F32) for count in elements) + prepared
 
@@ -126,12 +127,12 @@ class NativeKernelTable:
         return self._num_threads * _align(floats * _F32) + _align(apart * (kv.head_dim + 2) * _F32)
 
 
-def _prepared_nbytes(weight: Weight, op: MoE, rows: int, products: int) -> int:
+def _prepared_nbytes(weight: Weight, activation_bits: int | None, rows: int, products: int) -> int:
     """Bytes of rows of activations as a weight multiplies them, in up to `products` products."""
     if not weight.format.quantized:
         return 0
     width = weight.shape[1]
-    rough = weight.format.is_4_bit and op.activation_bits == 8
+    rough = weight.format.is_4_bit and activation_bits == 8
     row = width * (1 if rough else 2) + 2 * (width // GROUP) * _F32
     return _align((rows + products * _MOST_PADDED_ROWS) * row) + products * 4 * ALIGNMENT
 
