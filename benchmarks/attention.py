@@ -32,6 +32,7 @@ from octavo.program.builder import ProgramBuilder
 from octavo.program.ir import BLOCK_SIZE, DType
 from octavo.program.planner import Limits, seal
 from octavo.quantization.formats import Format
+from octavo.runner.cpu_model_runner import huge_pages
 
 MIB = 1 << 20
 SHAPES = {"SmolLM2-135M": (9, 3, 64), "Llama-3-8B": (32, 8, 128)}
@@ -87,10 +88,10 @@ class Bench:
         memory = DeviceMemory(
             weights=torch.zeros(sealed.weights_nbytes, dtype=torch.uint8),
             arena=torch.zeros(sealed.arena_nbytes, dtype=torch.uint8),
-            kv=torch.empty(layers, num_blocks, kv.page_nbytes, dtype=torch.uint8),
+            kv=huge_pages(layers, num_blocks, kv.page_nbytes),
         )
         weight = program.weights[0]
-        q = rng.normal(size=weight.shape).astype(np.float16).view(np.uint16).astype(np.uint16)
+        q = rng.normal(size=weight.shape).astype(np.float16).view(np.uint16)
         memory.weights[: q.nbytes].view(torch.uint16).view(64, -1).copy_(torch.from_numpy(q))
         page = torch.from_numpy(rng.normal(size=num_blocks * kv.page_nbytes // 4).astype(np.float32))
         _fill(memory.kv, page, case.kv_dtype)

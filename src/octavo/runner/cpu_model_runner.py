@@ -40,11 +40,11 @@ class CPUModelRunner(ModelRunner):
         return DeviceMemory(
             weights=torch.empty(self.sealed.weights_nbytes, dtype=torch.uint8),
             arena=torch.empty(self.sealed.arena_nbytes, dtype=torch.uint8),
-            kv=_huge_pages(self.program.num_storages, num_blocks, self.program.page_nbytes),
+            kv=huge_pages(self.program.num_storages, num_blocks, self.program.page_nbytes),
         )
 
 
-def _huge_pages(*shape: int) -> torch.Tensor:
+def huge_pages(*shape: int) -> torch.Tensor:
     """Zeros, uint8, in huge pages where the system has them: attention follows block tables through all of
     the cache, and with small pages spends a third of a decode on looking up where they are."""
     nbytes = math.prod(shape)
