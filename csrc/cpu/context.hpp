@@ -28,6 +28,7 @@ struct OctavoContext {
   octavo::Choosing choosing{};
   octavo::Step step{};               // inputs and limits from bind, sizes from run
   std::vector<int32_t> query_tiles;  // [max_seqs + 1]
+  std::vector<int64_t> shared_splits;  // of each op
   octavo::ThreadTeam team;           // last: its threads read the above until they are joined
 };
 
@@ -48,5 +49,8 @@ bool check_limits(const OctavoLimits& limits, OctavoStatus* status);
 
 // Whether every index in the step's inputs is in range. Reads O(tokens + blocks used), writes nothing.
 bool check_step(const OctavoContext& context, OctavoStatus* status);
+
+// Decide for each attention op of the step whether threads share its splits.
+void share_attention(OctavoContext* context);
 
 }  // namespace octavo

@@ -149,7 +149,9 @@ void octavo_bind(OctavoContext* context, const OctavoOp* ops, int32_t num_ops,
   if (!octavo::check_limits(*limits, status)) return;
   context->ops.assign(ops, ops + num_ops);
   context->query_tiles.assign(limits->max_seqs + 1, 0);
-  context->step = {0, 0, 0, *inputs, *limits, context->query_tiles.data()};
+  context->shared_splits.assign(num_ops, 0);
+  context->step = {0, 0, 0, *inputs, *limits, context->query_tiles.data(), context->ops.data(),
+                   context->shared_splits.data()};
   if (!octavo::check_program(*context, status)) context->ops.clear();
 }
 
@@ -162,6 +164,7 @@ void octavo_run(OctavoContext* context, int32_t num_tokens, int32_t num_seqs, in
   status->code = OCTAVO_OK;
   if (!octavo::check_step(*context, status)) return;
   octavo::count_query_tiles(context);
+  octavo::share_attention(context);
   context->team.run(octavo::run_ops, context);
 }
 
