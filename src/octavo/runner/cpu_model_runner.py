@@ -38,15 +38,15 @@ class CPUModelRunner(ModelRunner):
 
     def _allocate(self, num_blocks: int) -> DeviceMemory:
         return DeviceMemory(
-            weights=torch.empty(self.sealed.weights_nbytes, dtype=torch.uint8),
-            arena=torch.empty(self.sealed.arena_nbytes, dtype=torch.uint8),
+            weights=huge_pages(self.sealed.weights_nbytes),
+            arena=huge_pages(self.sealed.arena_nbytes),
             kv=huge_pages(self.program.num_storages, num_blocks, self.program.page_nbytes),
         )
 
 
 def huge_pages(*shape: int) -> torch.Tensor:
-    """Zeros, uint8, in huge pages where the system has them: attention follows block tables through all of
-    the cache, and with small pages spends a third of a decode on looking up where they are."""
+    """Zeros, uint8, in huge pages where the system has them: a decode reads all weights and, through block
+    tables, all of the cache, and spends a third of its time looking up where small pages are."""
     nbytes = math.prod(shape)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
