@@ -70,10 +70,10 @@ OCTAVO_UNROLL(12)
   for (int row = 0; row < R; ++row) acc[row] = fma(mins, row_sums[row], acc[row]);
 }
 
-// Ask for the block that a pass over a panel reads next but one.
+// Ask for the block that a pass over a panel reads soon.
 template <class Block>
 OCTAVO_INLINE void prefetch_ahead(const Block& block) {
-  constexpr int kBlocks = 2;
+  constexpr int kBlocks = 6;
   const char* ahead = reinterpret_cast<const char*>(&block + kBlocks);
   for (size_t line = 0; line < sizeof block; line += kAlignment) prefetch(ahead + line);
 }
