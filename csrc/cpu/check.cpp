@@ -188,7 +188,9 @@ size_t scratch_needed(const OctavoOp& op, const OctavoLimits& limits, size_t num
   if (op.kind == OCTAVO_OP_ATTENTION) {
     const size_t rows = static_cast<size_t>(kQueryTile) * (op.q_heads / op.kv_heads);
     const size_t tile = static_cast<size_t>(kTile) * op.head_dim;
-    return num_threads * align_up((3 * rows * op.head_dim + 4 * rows + 2 * tile) * sizeof(float));
+    const size_t apart = attention_split_rows(op, limits, static_cast<int>(num_threads));
+    return num_threads * align_up((3 * rows * op.head_dim + 4 * rows + 2 * tile) * sizeof(float)) +
+           align_up(apart * (op.head_dim + 2) * sizeof(float));
   }
   return op.kind == OCTAVO_OP_MOE ? experts_scratch(op, limits, num_threads) : 0;
 }

@@ -7,14 +7,28 @@
 #include "thread_team.hpp"
 #include "worker.hpp"
 
+namespace octavo {
+
+// The arguments of octavo_choose. Threads that come late still read them when it has returned.
+struct Choosing {
+  OctavoChoice* choices;
+  int32_t num_choices;
+  int32_t width;
+  uint8_t* scratch;
+};
+
+}  // namespace octavo
+
 struct OctavoContext {
   OctavoContext(const octavo::KernelSet& kernels, int num_threads)
       : kernels(kernels), team(num_threads) {}
 
   const octavo::KernelSet& kernels;
   std::vector<OctavoOp> ops;
+  octavo::Choosing choosing{};
   octavo::Step step{};               // inputs and limits from bind, sizes from run
   std::vector<int32_t> query_tiles;  // [max_seqs + 1]
+  std::vector<int64_t> shared_splits;  // of each op
   octavo::ThreadTeam team;           // last: its threads read the above until they are joined
 };
 
@@ -35,5 +49,8 @@ bool check_limits(const OctavoLimits& limits, OctavoStatus* status);
 
 // Whether every index in the step's inputs is in range. Reads O(tokens + blocks used), writes nothing.
 bool check_step(const OctavoContext& context, OctavoStatus* status);
+
+// Decide for each attention op of the step whether threads share its splits.
+void share_attention(OctavoContext* context);
 
 }  // namespace octavo

@@ -85,20 +85,16 @@ void run_ops(const void* argument, Worker& worker) {
   }
 }
 
-struct Choosing {
-  const OctavoContext* context;
-  OctavoChoice* choices;
-  int32_t num_choices;
-  int32_t width;
-  uint8_t* scratch;
-};
+// Fewer rows than this are not worth waking the team.
+constexpr int kFewChoices = 4;
 
 void choose_rows(const void* argument, Worker& worker) {
-  const Choosing& work = *static_cast<const Choosing*>(argument);
+  const OctavoContext& context = *static_cast<const OctavoContext*>(argument);
+  const Choosing& work = context.choosing;
   const DefaultFloatEnvironment environment;
   void* scratch = work.scratch + worker.thread * choice_scratch_nbytes(work.width);
   for (Range range{}; claim(worker, work.num_choices, 1, &range);) {
-    choose_token(work.context->kernels.choice, &work.choices[range.begin], work.width, scratch);
+    choose_token(context.kernels.choice, &work.choices[range.begin], work.width, scratch);
   }
   end_phase(worker);
 }
@@ -153,7 +149,9 @@ void octavo_bind(OctavoContext* context, const OctavoOp* ops, int32_t num_ops,
   if (!octavo::check_limits(*limits, status)) return;
   context->ops.assign(ops, ops + num_ops);
   context->query_tiles.assign(limits->max_seqs + 1, 0);
-  context->step = {0, 0, 0, *inputs, *limits, context->query_tiles.data()};
+  context->shared_splits.assign(num_ops, 0);
+  context->step = {0, 0, 0, *inputs, *limits, context->query_tiles.data(), context->ops.data(),
+                   context->shared_splits.data()};
   if (!octavo::check_program(*context, status)) context->ops.clear();
 }
 
@@ -166,6 +164,7 @@ void octavo_run(OctavoContext* context, int32_t num_tokens, int32_t num_seqs, in
   status->code = OCTAVO_OK;
   if (!octavo::check_step(*context, status)) return;
   octavo::count_query_tiles(context);
+  octavo::share_attention(context);
   context->team.run(octavo::run_ops, context);
 }
 
@@ -175,15 +174,16 @@ int64_t octavo_choice_scratch(const OctavoContext* context, int32_t width) {
 
 void octavo_choose(OctavoContext* context, OctavoChoice* choices, int32_t num_choices, int32_t width,
                    void* scratch) {
-  context->team.wait_idle();
-  const octavo::Choosing work = {context, choices, num_choices, width, static_cast<uint8_t*>(scratch)};
-  if (num_choices == 1) {  // not worth waking the others
+  if (num_choices < octavo::kFewChoices) {
     const octavo::DefaultFloatEnvironment environment;
-    octavo::choose_token(context->kernels.choice, choices, width, scratch);
-  } else {
-    context->team.run(octavo::choose_rows, &work);
-    context->team.wait_idle();  // they read `work`
+    for (int32_t i = 0; i < num_choices; ++i) {
+      octavo::choose_token(context->kernels.choice, &choices[i], width, scratch);
+    }
+    return;
   }
+  context->team.wait_idle();
+  context->choosing = {choices, num_choices, width, static_cast<uint8_t*>(scratch)};
+  context->team.run(octavo::choose_rows, context);
 }
 
 }  // extern "C"

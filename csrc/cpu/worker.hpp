@@ -4,6 +4,7 @@
 // every ISA, and the linker keeps one copy of an inline function: it might keep the wrong one.
 #pragma once
 
+#include <stddef.h>
 #include <stdint.h>
 
 #include "choice.hpp"
@@ -47,10 +48,20 @@ struct Step {
   OctavoLimits limits;
   // Tiles of kQueryTile query tokens: those of sequence s are [query_tiles[s], query_tiles[s + 1]).
   const int32_t* query_tiles;
+  // For each of `ops`: the splits that threads share where it is attention of few items, else 0.
+  const OctavoOp* ops;
+  const int64_t* shared_splits;
 };
 
 // Query tokens that attention works on at a time.
 constexpr int kQueryTile = 16;
+
+// Splits that attention reduces for a tile of query tokens and one KV head.
+int num_attention_splits(const OctavoOp& op, int first_position, int num_tokens);
+
+// Rows (a query head of a token, in one split) that there is scratch memory for where splits are
+// shared: a token for each item of the most that are, all of its splits.
+size_t attention_split_rows(const OctavoOp& op, const OctavoLimits& limits, int num_threads);
 
 // Runs an op up to its last phase, which the interpreter ends. All threads call it.
 using Kernel = void (*)(const OctavoOp& op, const Step& step, Worker& worker);

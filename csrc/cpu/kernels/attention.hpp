@@ -4,6 +4,9 @@
 // tokens times the query heads that share the KV head, token-major. It walks the positions its
 // tokens see in splits of kSplit and tiles of kTile, both aligned to absolute position, so that a
 // row's result does not depend on the tile of queries it came in.
+//
+// Where a step has few items, threads share them: an item is taken a split at a time, and its splits
+// are merged in a second phase, in the same order and so to the same bits.
 #pragma once
 
 #include "attention_tile.hpp"
@@ -17,6 +20,11 @@ OCTAVO_INLINE Span seen_from(int position, int window) {
   return {larger_of(begin, 0), position + 1};
 }
 
+// How many of `left` to take at once where `most` fit, so that the last are not much fewer.
+OCTAVO_INLINE int share_of(int left, int most) {
+  return static_cast<int>(ceil_div(left, ceil_div(left, most)));
+}
+
 struct Item {
   int kv_head;
   int first_token;     // in the step
@@ -25,33 +33,52 @@ struct Item {
   const int32_t* block_table;
 };
 
-// One thread's scratch memory for an item of up to kQueryTile * group rows.
-struct Scratch {
-  float* q;           // [rows][head_dim], scaled
-  float* split_out;   // [rows][head_dim]
-  float* total_out;   // [rows][head_dim]
-  float* split_max;   // [rows], as the following
-  float* split_sum;
-  float* total_max;
-  float* total_sum;
-  float* k;           // a tile's K as f32, [4][head_dim][16]
-  float* v;           // and V, [4][16][head_dim]
+// Positions that some token of the item sees.
+OCTAVO_INLINE Span seen_by(const OctavoOp& op, const Item& item) {
+  return {seen_from(item.first_position, op.window).begin, item.first_position + item.num_tokens};
+}
+OCTAVO_INLINE int first_split(Span seen) { return seen.begin / kSplit * kSplit; }
+OCTAVO_INLINE int num_splits(const OctavoOp& op, const Item& item) {
+  return num_attention_splits(op, item.first_position, item.num_tokens);
+}
 
-  Scratch(const OctavoOp& op, int thread) {
+// What reduces a split of each of an item's rows.
+struct Partial {
+  float* out;  // [rows][head_dim]
+  float* max;  // [rows]
+  float* sum;  // [rows]
+};
+
+// Scratch memory: a thread's own for an item of up to kQueryTile * group rows, one after the other,
+// and then the splits that are taken apart.
+struct Scratch {
+  float* q;       // [rows][head_dim], scaled
+  Partial split;  // where splits are not taken apart
+  Partial total;
+  float* k;       // a tile's K as f32, [4][head_dim][16]
+  float* v;       // and V, [4][16][head_dim]
+  Partial apart;  // [attention_split_rows]
+
+  Scratch(const OctavoOp& op, const Step& step, const Worker& worker) {
     const size_t rows = static_cast<size_t>(kQueryTile) * (op.q_heads / op.kv_heads);
     const size_t matrix = rows * op.head_dim;
     const size_t tile = static_cast<size_t>(kTile) * op.head_dim;
     const size_t nbytes = align_up((3 * matrix + 4 * rows + 2 * tile) * sizeof(float));
-    float* at = reinterpret_cast<float*>(static_cast<char*>(op.scratch) + thread * nbytes);
+    char* base = static_cast<char*>(op.scratch);
+    float* at = reinterpret_cast<float*>(base + worker.thread * nbytes);
     q = at;
-    split_out = q + matrix;
-    total_out = split_out + matrix;
-    split_max = total_out + matrix;
-    split_sum = split_max + rows;
-    total_max = split_sum + rows;
-    total_sum = total_max + rows;
-    k = total_sum + rows;
+    split.out = q + matrix;
+    total.out = split.out + matrix;
+    k = total.out + matrix;
     v = k + tile;
+    split.max = v + tile;
+    split.sum = split.max + rows;
+    total.max = split.sum + rows;
+    total.sum = total.max + rows;
+    const size_t num_apart = attention_split_rows(op, step.limits, worker.num_threads);
+    apart.out = reinterpret_cast<float*>(base + worker.num_threads * nbytes);
+    apart.max = apart.out + num_apart * op.head_dim;
+    apart.sum = apart.max + num_apart;
   }
 };
 
@@ -70,34 +97,37 @@ OCTAVO_INLINE void find_pages(const Pages<T>& pages, const Item& item, int tile_
   }
 }
 
-// The same tile as f32, for rows that are too many to go together.
-OCTAVO_INLINE KVTile<float> convert(const KVTile<Half>& from, Span blocks, int head_dim,
-                                    const Scratch& scratch) {
+// n numbers as f32, and a prefetch of those ahead.
+template <class T>
+OCTAVO_INLINE void convert(const T* from, const T* ahead, int n, float* to) {
+  constexpr int kLine = kCacheLine / sizeof(T);
+  for (int i = 0; i < n; i += kLine) {
+    prefetch_far(ahead + i);
+    for (int j = i; j < i + kLine; j += 16) store(to + j, load_f32x16(from + j));
+  }
+}
+
+template <class T>
+OCTAVO_INLINE ConvertedTile convert_tile(const KVTile<T>& from, Span blocks, int head_dim,
+                                         const Scratch& scratch) {
   const int page = head_dim * kBlockTokens;
-  KVTile<float> to;
+  ConvertedTile to;
   for (int block = blocks.begin; block < blocks.end; ++block) {
-    float* k = scratch.k + block * page;
-    float* v = scratch.v + block * page;
-    for (int i = 0; i < page; i += 8) {
-      store(k + i, load(from.k[block] + i));
-      store(v + i, load(from.v[block] + i));
-    }
-    to.k[block] = to.k_ahead[block] = k;
-    to.v[block] = to.v_ahead[block] = v;
+    to.k[block] = scratch.k + block * page;
+    to.v[block] = scratch.v + block * page;
+    convert(from.k[block], from.k_ahead[block], page, scratch.k + block * page);
+    convert(from.v[block], from.v_ahead[block], page, scratch.v + block * page);
   }
   return to;
 }
-OCTAVO_INLINE KVTile<float> convert(const KVTile<float>& from, Span, int, const Scratch&) {
-  return from;
-}
 
 // Fold a tile into rows [begin, end) of the item, a few at a time.
-template <class T>
-OCTAVO_INLINE void attend_all(const KVTile<T>& tile, int tile_begin, const OctavoOp& op,
+template <class Tile>
+OCTAVO_INLINE void attend_all(const Tile& tile, int tile_begin, const OctavoOp& op,
                               const Item& item, Span rows, const Scratch& scratch) {
   const int group = op.q_heads / op.kv_heads;
-  for (int row = rows.begin; row < rows.end; row += kRowsTogether) {
-    const int together = smaller_of(kRowsTogether, rows.end - row);
+  for (int row = rows.begin; row < rows.end;) {
+    const int together = share_of(rows.end - row, kRowsTogether);
     Span seen[kRowsTogether];
     for (int r = 0; r < together; ++r) {
       const Span absolute = seen_from(item.first_position + (row + r) / group, op.window);
@@ -105,11 +135,12 @@ OCTAVO_INLINE void attend_all(const KVTile<T>& tile, int tile_begin, const Octav
                  smaller_of(absolute.end - tile_begin, kTile)};
     }
     const size_t at = static_cast<size_t>(row) * op.head_dim;
-    const RowState state{scratch.q + at, scratch.split_max + row, scratch.split_sum + row,
-                         scratch.split_out + at, op.softcap};
+    const RowState state{scratch.q + at, scratch.split.max + row, scratch.split.sum + row,
+                         scratch.split.out + at, op.softcap};
     with_rows<kRowsTogether>(together, [&](auto r) {
       attend_tile<decltype(r)::value>(tile, op.head_dim, seen, state);
     });
+    row += together;
   }
 }
 
@@ -135,23 +166,23 @@ OCTAVO_INLINE void attend_split(const OctavoOp& op, const Item& item, Span split
     if (rows.end - rows.begin <= kRowsTogether) {
       attend_all(tile, begin, op, item, rows, scratch);
     } else {
-      attend_all(convert(tile, blocks, op.head_dim, scratch), begin, op, item, rows, scratch);
+      attend_all(convert_tile(tile, blocks, op.head_dim, scratch), begin, op, item, rows, scratch);
     }
   }
 }
 
 // total = total merged with the row's split: the weights of both are brought to one maximum.
 OCTAVO_INLINE void merge_row(int row, int head_dim, const Scratch& s) {
-  const float max = larger_of(s.total_max[row], s.split_max[row]);
-  const float a = exp(s.total_max[row] - max);
-  const float b = exp(s.split_max[row] - max);
-  float* total = s.total_out + static_cast<size_t>(row) * head_dim;
-  const float* split = s.split_out + static_cast<size_t>(row) * head_dim;
+  const float max = larger_of(s.total.max[row], s.split.max[row]);
+  const float a = exp(s.total.max[row] - max);
+  const float b = exp(s.split.max[row] - max);
+  float* total = s.total.out + static_cast<size_t>(row) * head_dim;
+  const float* split = s.split.out + static_cast<size_t>(row) * head_dim;
   for (int d = 0; d < head_dim; d += 8) {
     store(total + d, add(mul(load(total + d), broadcast(a)), mul(load(split + d), broadcast(b))));
   }
-  s.total_sum[row] = s.total_sum[row] * a + s.split_sum[row] * b;
-  s.total_max[row] = max;
+  s.total.sum[row] = s.total.sum[row] * a + s.split.sum[row] * b;
+  s.total.max[row] = max;
 }
 
 // A row's first visible split is the total so far; later ones are merged into it in order.
@@ -166,9 +197,9 @@ OCTAVO_INLINE void fold_split(const OctavoOp& op, const Item& item, int split_be
       continue;
     }
     const size_t at = static_cast<size_t>(row) * op.head_dim;
-    memcpy(s.total_out + at, s.split_out + at, op.head_dim * sizeof(float));
-    s.total_max[row] = s.split_max[row];
-    s.total_sum[row] = s.split_sum[row];
+    memcpy(s.total.out + at, s.split.out + at, op.head_dim * sizeof(float));
+    s.total.max[row] = s.split.max[row];
+    s.total.sum[row] = s.split.sum[row];
   }
 }
 
@@ -176,10 +207,10 @@ OCTAVO_INLINE void fold_split(const OctavoOp& op, const Item& item, int split_be
 OCTAVO_INLINE void fold_sinks(const OctavoOp& op, const Item& item, const Scratch& s) {
   const int group = op.q_heads / op.kv_heads;
   const size_t rows = static_cast<size_t>(item.num_tokens) * group;
-  memset(s.split_out, 0, rows * op.head_dim * sizeof(float));
+  memset(s.split.out, 0, rows * op.head_dim * sizeof(float));
   for (size_t row = 0; row < rows; ++row) {
-    s.split_max[row] = op.sinks[item.kv_head * group + row % group];
-    s.split_sum[row] = 1.0f;
+    s.split.max[row] = op.sinks[item.kv_head * group + row % group];
+    s.split.sum[row] = 1.0f;
     merge_row(static_cast<int>(row), op.head_dim, s);
   }
 }
@@ -203,32 +234,26 @@ OCTAVO_INLINE void load_queries(const OctavoOp& op, const Item& item, const Scra
 OCTAVO_INLINE void store_result(const OctavoOp& op, const Item& item, const Scratch& scratch) {
   const int group = op.q_heads / op.kv_heads;
   for (int row = 0; row < item.num_tokens * group; ++row) {
-    const float* from = scratch.total_out + static_cast<size_t>(row) * op.head_dim;
+    const float* from = scratch.total.out + static_cast<size_t>(row) * op.head_dim;
     float* out = op.out + static_cast<size_t>(item.first_token + row / group) * op.out_width +
                  item_column(op, item) + row % group * op.head_dim;
-    const F8 sum = broadcast(scratch.total_sum[row]);
+    const F8 sum = broadcast(scratch.total.sum[row]);
     for (int d = 0; d < op.head_dim; d += 8) store(out + d, div(load(from + d), sum));
   }
 }
 
+// Reduce the rows' positions in [split, split + kSplit) to scratch.split.
 template <class T>
-static void attend_item(const OctavoOp& op, const Item& item, const Scratch& scratch) {
+static void reduce_split(const OctavoOp& op, const Item& item, int split, const Scratch& scratch) {
   const size_t rows = static_cast<size_t>(item.num_tokens) * (op.q_heads / op.kv_heads);
-  const int begin = seen_from(item.first_position, op.window).begin;
-  const int end = item.first_position + item.num_tokens;
-  load_queries(op, item, scratch);
-  for (int split = begin / kSplit * kSplit; split < end; split += kSplit) {
-    for (size_t row = 0; row < rows; ++row) {
-      scratch.split_max[row] = -__builtin_inff();
-      scratch.split_sum[row] = 0.0f;
-    }
-    memset(scratch.split_out, 0, rows * op.head_dim * sizeof(float));
-    const Span positions{larger_of(split, begin), smaller_of(split + kSplit, end)};
-    attend_split<T>(op, item, positions, scratch);
-    fold_split(op, item, split, scratch);
+  for (size_t row = 0; row < rows; ++row) {
+    scratch.split.max[row] = -__builtin_inff();
+    scratch.split.sum[row] = 0.0f;
   }
-  if (op.sinks) fold_sinks(op, item, scratch);
-  store_result(op, item, scratch);
+  memset(scratch.split.out, 0, rows * op.head_dim * sizeof(float));
+  const Span seen = seen_by(op, item);
+  const Span positions{larger_of(split, seen.begin), smaller_of(split + kSplit, seen.end)};
+  attend_split<T>(op, item, positions, scratch);
 }
 
 // Items are numbered head by head, then sequence by sequence: neighbours read neighbouring pages,
@@ -248,18 +273,98 @@ OCTAVO_INLINE Item item_at(const OctavoOp& op, const Step& step, int64_t index, 
           in.block_table + table * step.limits.max_blocks};
 }
 
-static void attention(const OctavoOp& op, const Step& step, Worker& worker) {
-  const Scratch scratch(op, worker.thread);
+template <class T>
+static void attend_items(const OctavoOp& op, const Step& step, Worker& worker,
+                         const Scratch& scratch) {
   const int64_t items = static_cast<int64_t>(op.kv_heads) * step.query_tiles[step.num_seqs];
   int seq = 0;
   for (Range range{}; claim(worker, items, 1, &range);) {
     const Item item = item_at(op, step, range.begin, &seq);
-    if (op.kv_dtype == OCTAVO_DTYPE_F16) {
-      attend_item<Half>(op, item, scratch);
-    } else {
-      attend_item<float>(op, item, scratch);
+    const Span seen = seen_by(op, item);
+    load_queries(op, item, scratch);
+    for (int split = first_split(seen); split < seen.end; split += kSplit) {
+      reduce_split<T>(op, item, split, scratch);
+      fold_split(op, item, split, scratch);
     }
+    if (op.sinks) fold_sinks(op, item, scratch);
+    store_result(op, item, scratch);
   }
+}
+
+// The splits of all items: those of an item are neighbours, and so are its rows in Scratch::apart.
+struct Splits {
+  int64_t count = 0;
+  int64_t rows = 0;
+
+  void add(const OctavoOp& op, const Item& item) {
+    const int splits = num_splits(op, item);
+    count += splits;
+    rows += static_cast<int64_t>(splits) * item.num_tokens * (op.q_heads / op.kv_heads);
+  }
+};
+
+// The splits of items [0, end).
+OCTAVO_INLINE Splits splits_before(const OctavoOp& op, const Step& step, int64_t end) {
+  Splits before;
+  int seq = 0;
+  for (int64_t i = 0; i < end; ++i) before.add(op, item_at(op, step, i, &seq));
+  return before;
+}
+
+// The scratch memory in which one split of an item is reduced.
+OCTAVO_INLINE Scratch with_split(const OctavoOp& op, const Item& item, int64_t rows_before,
+                                 int index, Scratch scratch) {
+  const int64_t rows = static_cast<int64_t>(item.num_tokens) * (op.q_heads / op.kv_heads);
+  const int64_t row = rows_before + index * rows;
+  scratch.split = {scratch.apart.out + row * op.head_dim, scratch.apart.max + row,
+                   scratch.apart.sum + row};
+  return scratch;
+}
+
+template <class T>
+static void attend_splits(const OctavoOp& op, const Step& step, Worker& worker,
+                          const Scratch& scratch, int64_t items, int64_t splits) {
+  for (Range range{}; claim(worker, splits, 1, &range);) {
+    Splits before;
+    int seq = 0;
+    int64_t i = 0;
+    Item item = item_at(op, step, 0, &seq);
+    while (before.count + num_splits(op, item) <= range.begin) {
+      before.add(op, item);
+      item = item_at(op, step, ++i, &seq);
+    }
+    const int index = static_cast<int>(range.begin - before.count);
+    load_queries(op, item, scratch);
+    reduce_split<T>(op, item, first_split(seen_by(op, item)) + index * kSplit,
+                    with_split(op, item, before.rows, index, scratch));
+  }
+  end_phase(worker);
+  for (Range range{}; claim(worker, items, 1, &range);) {
+    const Splits before = splits_before(op, step, range.begin);
+    int seq = 0;
+    const Item item = item_at(op, step, range.begin, &seq);
+    const int begin = first_split(seen_by(op, item));
+    for (int index = 0; index < num_splits(op, item); ++index) {
+      fold_split(op, item, begin + index * kSplit,
+                 with_split(op, item, before.rows, index, scratch));
+    }
+    if (op.sinks) fold_sinks(op, item, scratch);
+    store_result(op, item, scratch);
+  }
+}
+
+template <class T>
+static void attend(const OctavoOp& op, const Step& step, Worker& worker) {
+  const Scratch scratch(op, step, worker);
+  const int64_t items = static_cast<int64_t>(op.kv_heads) * step.query_tiles[step.num_seqs];
+  const int64_t splits = step.shared_splits[&op - step.ops];
+  if (splits > 0) return attend_splits<T>(op, step, worker, scratch, items, splits);
+  attend_items<T>(op, step, worker, scratch);
+}
+
+static void attention(const OctavoOp& op, const Step& step, Worker& worker) {
+  if (op.kv_dtype == OCTAVO_DTYPE_F16) return attend<Half>(op, step, worker);
+  return attend<float>(op, step, worker);
 }
 
 }  // namespace octavo::OCTAVO_ISA

@@ -16,10 +16,20 @@ constexpr int kTileBlocks = kTile / kBlockTokens;
 // prefetcher finds the next one. Where nothing is ahead it is the page itself.
 template <class T>
 struct KVTile {
+  using Element = T;
+  static constexpr bool kPrefetch = true;
   const T* k[kTileBlocks];  // [head_dim][16] each
   const T* v[kTileBlocks];  // [16][head_dim] each
   const T* k_ahead[kTileBlocks];
   const T* v_ahead[kTileBlocks];
+};
+
+// The same as f32 in a thread's scratch memory, for rows that are too many to go together.
+struct ConvertedTile {
+  using Element = float;
+  static constexpr bool kPrefetch = false;
+  const float* k[kTileBlocks];
+  const float* v[kTileBlocks];
 };
 
 // Positions [begin, end) of a tile.
@@ -38,37 +48,69 @@ struct RowState {
   float softcap;
 };
 
+// How many F32x16 of sums each of R rows may have: 1, 2 or 4.
+template <int R>
+constexpr int kSumsOfRow = kSums16 / R >= 4 ? 4 : kSums16 / R >= 2 ? 2 : 1;
+
+constexpr int kCacheLine = 64;
+
+// The cache lines of `nbytes` bytes at p.
+OCTAVO_INLINE void prefetch_all(const void* p, size_t nbytes) {
+  for (size_t at = 0; at < nbytes; at += kCacheLine) prefetch_far(static_cast<const char*>(p) + at);
+}
+
 // scores[r][t] = q[r] . k[t] for the tokens of N neighbouring blocks, -inf where row r sees nothing.
 //
-//   k[block] is [head_dim][16]: a line is one dimension of 16 tokens, two vectors
-template <int R, int N, class T>
-OCTAVO_INLINE void score_blocks(const KVTile<T>& tile, int block, int head_dim, const RowState& rows,
-                                const Span* seen, float (*scores)[kTile]) {
-  const F8 nothing = broadcast(-__builtin_inff());
-  F8 acc[R][2 * N];
-  for (int r = 0; r < R; ++r) {
-    for (int i = 0; i < 2 * N; ++i) acc[r][i] = zero();
-  }
-  for (int d = 0; d < head_dim; ++d) {
-    F8 k[2 * N];
-    for (int n = 0; n < N; ++n) {
-      prefetch(tile.k_ahead[block + n] + d * kBlockTokens);
-      k[2 * n] = load(tile.k[block + n] + d * kBlockTokens);
-      k[2 * n + 1] = load(tile.k[block + n] + d * kBlockTokens + 8);
-    }
+//   k[block] is [head_dim][16]: a line is one dimension of 16 tokens, one F32x16
+template <int R, int N, class Tile>
+OCTAVO_INLINE void score_blocks(const Tile& tile, int block, int head_dim,
+                                const RowState& rows, const Span* seen, bool all_seen,
+                                float (*scores)[kTile]) {
+  using T = typename Tile::Element;
+  constexpr int kLines = kCacheLine / (kBlockTokens * sizeof(T));  // of K in a line of the cache
+  F32x16 acc[R][N];
 OCTAVO_UNROLL(6)
-    for (int r = 0; r < R; ++r) {
-      const F8 x = broadcast(rows.q[r * head_dim + d]);
-      for (int i = 0; i < 2 * N; ++i) acc[r][i] = fma(x, k[i], acc[r][i]);
+  for (int r = 0; r < R; ++r) {
+OCTAVO_UNROLL(4)
+    for (int n = 0; n < N; ++n) acc[r][n] = zero_f32x16();
+  }
+  for (int first = 0; first < head_dim; first += kLines) {
+    if constexpr (Tile::kPrefetch) {
+OCTAVO_UNROLL(4)
+      for (int n = 0; n < N; ++n) prefetch_far(tile.k_ahead[block + n] + first * kBlockTokens);
+    }
+OCTAVO_UNROLL(4)
+    for (int d = first; d < first + kLines; ++d) {
+OCTAVO_UNROLL(4)
+      for (int n = 0; n < N; ++n) {
+        const F32x16 k = load_f32x16(tile.k[block + n] + d * kBlockTokens);
+OCTAVO_UNROLL(6)
+        for (int r = 0; r < R; ++r) acc[r][n] = fma(k, rows.q[r * head_dim + d], acc[r][n]);
+      }
     }
   }
+OCTAVO_UNROLL(6)
   for (int r = 0; r < R; ++r) {
-    for (int i = 0; i < 2 * N; ++i) {
-      const int first = block * kBlockTokens + 8 * i;
-      const Mask8 visible = lanes_between(first, seen[r].begin, seen[r].end);
-      const F8 score = rows.softcap > 0.0f ? soften(acc[r][i], rows.softcap) : acc[r][i];
-      store(scores[r] + first, select(visible, score, nothing));
+OCTAVO_UNROLL(4)
+    for (int n = 0; n < N; ++n) {
+      const int first = (block + n) * kBlockTokens;
+      F32x16 score = acc[r][n];
+      if (rows.softcap > 0.0f) score = soften(score, rows.softcap);
+      if (!all_seen) score = hide_outside(score, first, seen[r].begin, seen[r].end);
+      store(scores[r] + first, score);
     }
+  }
+}
+
+template <int R, int N, class Tile>
+OCTAVO_INLINE void score_all(const Tile& tile, Span blocks, int head_dim, const RowState& rows,
+                             const Span* seen, bool all_seen, float (*scores)[kTile]) {
+  int block = blocks.begin;
+  for (; block + N <= blocks.end; block += N) {
+    score_blocks<R, N>(tile, block, head_dim, rows, seen, all_seen, scores);
+  }
+  if constexpr (N > 1) {
+    score_all<R, N / 2>(tile, {block, blocks.end}, head_dim, rows, seen, all_seen, scores);
   }
 }
 
@@ -79,17 +121,22 @@ OCTAVO_INLINE float softmax_row(Span blocks, float* scores, float* running_max, 
   const float infinity = __builtin_inff();
   const int begin = blocks.begin * kBlockTokens;
   const int end = blocks.end * kBlockTokens;
-  F8 top = broadcast(-infinity);
-  for (int t = begin; t < end; t += 8) top = max(top, load(scores + t));
+  F32x16 top = load_f32x16(scores + begin);
+  for (int t = begin + 16; t < end; t += 16) top = max(top, load_f32x16(scores + t));
   const float old_max = *running_max;
-  const float new_max = larger_of(old_max, max_lanes(top));
-  const float factor = old_max == -infinity ? 0.0f : exp(old_max - new_max);
+  const float new_max = larger_of(old_max, max_lanes(max(low_half(top), high_half(top))));
+  float factor = 1.0f;  // exp(0), where the maximum stays
+  if (old_max == -infinity) {
+    factor = 0.0f;
+  } else if (old_max != new_max) {
+    factor = exp(old_max - new_max);
+  }
 
   F8 lanes = zero();
-  for (int t = begin; t < end; t += 8) {
-    const F8 p = exp(sub(load(scores + t), broadcast(new_max)));
+  for (int t = begin; t < end; t += 16) {
+    const F32x16 p = exp(sub(load_f32x16(scores + t), new_max));
     store(scores + t, p);
-    lanes = add(lanes, p);
+    lanes = add(add(lanes, low_half(p)), high_half(p));
   }
   *running_max = new_max;
   *running_sum = *running_sum * factor + sum_lanes(lanes);
@@ -97,57 +144,64 @@ OCTAVO_INLINE float softmax_row(Span blocks, float* scores, float* running_max, 
 }
 
 // out[r][d ..] = out * factor[r], then fma(p[r][t], v[t][d ..], out) for t of the span in order.
-// N vectors of d at once; factor null leaves out as it is.
+// N vectors F of d at once; factor null leaves out as it is.
 //
 //   v[block] is [16][head_dim]: a line is one token
-template <int R, int N, class T>
-OCTAVO_INLINE void add_values_at(const KVTile<T>& tile, Span span, int d, int head_dim,
+template <class F, int R, int N, class Tile>
+OCTAVO_INLINE void add_values_at(const Tile& tile, Span span, int d, int head_dim,
                                  const float (*p)[kTile], const float* factor, float* out) {
-  F8 acc[R][N];
+  using T = typename Tile::Element;
+  constexpr int kLanes = Lanes<F>::count;
+  F acc[R][N];
+OCTAVO_UNROLL(6)
   for (int r = 0; r < R; ++r) {
+OCTAVO_UNROLL(4)
     for (int i = 0; i < N; ++i) {
-      acc[r][i] = load(out + r * head_dim + d + 8 * i);
-      if (factor) acc[r][i] = mul(acc[r][i], broadcast(factor[r]));
+      acc[r][i] = Lanes<F>::load(out + r * head_dim + d + kLanes * i);
+      if (factor) acc[r][i] = mul(acc[r][i], Lanes<F>::splat(factor[r]));
     }
   }
   for (int t = span.begin; t < span.end;) {
     const int block = t / kBlockTokens;
     const int block_end = smaller_of((block + 1) * kBlockTokens, span.end);
-    const T* line = tile.v[block] + (t % kBlockTokens) * head_dim + d;
-    const T* ahead = tile.v_ahead[block] + (t % kBlockTokens) * head_dim + d;
+    const int offset = (t % kBlockTokens) * head_dim + d;
+    const T* line = tile.v[block] + offset;
+    const T* ahead = line;
+    if constexpr (Tile::kPrefetch) ahead = tile.v_ahead[block] + offset;
     for (; t < block_end; ++t, line += head_dim, ahead += head_dim) {
-      prefetch(ahead);
-      F8 v[N];
-      for (int i = 0; i < N; ++i) v[i] = load(line + 8 * i);
+      if constexpr (Tile::kPrefetch) prefetch_all(ahead, N * kLanes * sizeof(T));
+OCTAVO_UNROLL(4)
+      for (int i = 0; i < N; ++i) {
+        const F v = Lanes<F>::load(line + kLanes * i);
 OCTAVO_UNROLL(6)
-      for (int r = 0; r < R; ++r) {
-        const F8 weight = broadcast(p[r][t]);
-        for (int i = 0; i < N; ++i) acc[r][i] = fma(weight, v[i], acc[r][i]);
+        for (int r = 0; r < R; ++r) acc[r][i] = fma(v, Lanes<F>::splat(p[r][t]), acc[r][i]);
       }
     }
   }
+OCTAVO_UNROLL(6)
   for (int r = 0; r < R; ++r) {
-    for (int i = 0; i < N; ++i) store(out + r * head_dim + d + 8 * i, acc[r][i]);
+OCTAVO_UNROLL(4)
+    for (int i = 0; i < N; ++i) store(out + r * head_dim + d + kLanes * i, acc[r][i]);
   }
 }
 
-template <int R, class T>
-OCTAVO_INLINE void add_values(const KVTile<T>& tile, Span span, int head_dim,
-                              const float (*p)[kTile], const float* factor, float* out) {
-  constexpr int N = R <= 2 ? 4 : 2;
+template <int R, class Tile>
+OCTAVO_INLINE void add_values(const Tile& tile, Span span, int head_dim, const float (*p)[kTile],
+                              const float* factor, float* out) {
+  constexpr int N = kSumsOfRow<R>;
   int d = 0;
-  for (; d + 8 * N <= head_dim; d += 8 * N) {
-    add_values_at<R, N>(tile, span, d, head_dim, p, factor, out);
+  for (; d + 16 * N <= head_dim; d += 16 * N) {
+    add_values_at<F32x16, R, N>(tile, span, d, head_dim, p, factor, out);
   }
-  for (; d < head_dim; d += 8) add_values_at<R, 1>(tile, span, d, head_dim, p, factor, out);
+  for (; d < head_dim; d += 8) add_values_at<F8, R, 1>(tile, span, d, head_dim, p, factor, out);
 }
 
 // Rows that do not see the same positions: each its own head and tail, all what they share.
 //
 //   row 0   |--- alone ---|===== together =====|
 //   row 1                 |===== together =====|-- alone --|
-template <int R, class T>
-static void add_values_ragged(const KVTile<T>& tile, const Span* seen, Span shared, int head_dim,
+template <int R, class Tile>
+static void add_values_ragged(const Tile& tile, const Span* seen, Span shared, int head_dim,
                               const float (*p)[kTile], const float* factor, float* out) {
   const bool overlap = shared.begin < shared.end;
   for (int r = 0; r < R; ++r) {
@@ -165,9 +219,9 @@ static void add_values_ragged(const KVTile<T>& tile, const Span* seen, Span shar
 }
 
 // Fold one tile into R rows, each of which sees at least one position of it.
-template <int R, class T>
-static void attend_tile(const KVTile<T>& tile, int head_dim, const Span* seen, RowState rows) {
-  alignas(32) float scores[R][kTile];
+template <int R, class Tile>
+static void attend_tile(const Tile& tile, int head_dim, const Span* seen, RowState rows) {
+  alignas(64) float scores[R][kTile];
   Span any{kTile, 0};
   Span all{0, kTile};
   for (int r = 0; r < R; ++r) {
@@ -175,17 +229,9 @@ static void attend_tile(const KVTile<T>& tile, int head_dim, const Span* seen, R
     all = {larger_of(all.begin, seen[r].begin), smaller_of(all.end, seen[r].end)};
   }
   const Span blocks{any.begin / kBlockTokens, static_cast<int>(ceil_div(any.end, kBlockTokens))};
-
-  int block = blocks.begin;
-  if (R <= 2) {
-    constexpr int kPair = R <= 2 ? 2 : 1;  // enough chains to hide an fma's latency
-    for (; block + kPair <= blocks.end; block += kPair) {
-      score_blocks<R, kPair>(tile, block, head_dim, rows, seen, scores);
-    }
-  }
-  for (; block < blocks.end; ++block) {
-    score_blocks<R, 1>(tile, block, head_dim, rows, seen, scores);
-  }
+  const bool all_seen =
+      all.begin <= blocks.begin * kBlockTokens && all.end >= blocks.end * kBlockTokens;
+  score_all<R, kSumsOfRow<R>>(tile, blocks, head_dim, rows, seen, all_seen, scores);
 
   float factor[R];
   for (int r = 0; r < R; ++r) {

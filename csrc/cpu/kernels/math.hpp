@@ -59,26 +59,28 @@ OCTAVO_INLINE void with_rows(int rows, F f) {
 }
 
 // exp(x) for x <= 88, 0 below -87, NaN for NaN. Cephes' expf: x = n ln 2 + r, |r| <= ln 2 / 2, and
-// a polynomial in r; about 1 unit in the last place.
-OCTAVO_INLINE F8 exp(F8 x) {
+// a polynomial in r; about 1 unit in the last place. F is F8 or F32x16.
+template <class F>
+OCTAVO_INLINE F exp_lanes(F x) {
   constexpr float kLog2e = 1.44269504088896341f;
   constexpr float kLn2High = 0.693359375f;
   constexpr float kLn2Low = -2.12194440e-4f;
-  const F8 n = round_even(mul(x, broadcast(kLog2e)));
-  F8 r = fma(n, broadcast(-kLn2High), x);
-  r = fma(n, broadcast(-kLn2Low), r);
-  F8 p = broadcast(1.9875691500e-4f);
-  p = fma(p, r, broadcast(1.3981999507e-3f));
-  p = fma(p, r, broadcast(8.3334519073e-3f));
-  p = fma(p, r, broadcast(4.1665795894e-2f));
-  p = fma(p, r, broadcast(1.6666665459e-1f));
-  p = fma(p, r, broadcast(5.0000001201e-1f));
+  const F n = round_even(mul(x, splat<F>(kLog2e)));
+  F r = fma(n, splat<F>(-kLn2High), x);
+  r = fma(n, splat<F>(-kLn2Low), r);
+  F p = splat<F>(1.9875691500e-4f);
+  p = fma(p, r, splat<F>(1.3981999507e-3f));
+  p = fma(p, r, splat<F>(8.3334519073e-3f));
+  p = fma(p, r, splat<F>(4.1665795894e-2f));
+  p = fma(p, r, splat<F>(1.6666665459e-1f));
+  p = fma(p, r, splat<F>(5.0000001201e-1f));
   p = fma(p, mul(r, r), r);
-  p = add(p, broadcast(1.0f));
-  const F8 result = mul(p, power_of_two(round_to_int(n)));
-  return select(less(x, broadcast(-87.0f)), zero(), result);
+  p = add(p, splat<F>(1.0f));
+  return zero_below(x, -87.0f, times_power_of_two(p, n));
 }
 
+OCTAVO_INLINE F8 exp(F8 x) { return exp_lanes(x); }
+OCTAVO_INLINE F32x16 exp(F32x16 x) { return exp_lanes(x); }
 OCTAVO_INLINE float exp(float x) { return first_lane(exp(broadcast(x))); }
 
 OCTAVO_INLINE F8 negate(F8 x) { return mul(x, broadcast(-1.0f)); }
@@ -94,6 +96,10 @@ OCTAVO_INLINE F8 tanh(F8 x) {
 // cap * tanh(x / cap).
 OCTAVO_INLINE F8 soften(F8 x, float cap) {
   return mul(tanh(div(x, broadcast(cap))), broadcast(cap));
+}
+
+OCTAVO_INLINE F32x16 soften(F32x16 x, float cap) {
+  return join(soften(low_half(x), cap), soften(high_half(x), cap));
 }
 
 }  // namespace octavo::OCTAVO_ISA

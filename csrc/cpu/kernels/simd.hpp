@@ -57,3 +57,4 @@ OCTAVO_INLINE float to_float(Bf16 b) {
 #include "simd_scalar.hpp"
 #include "panel_scalar.hpp"
 #endif
+#include "lanes16.hpp"

@@ -130,5 +130,9 @@ OCTAVO_INLINE void store_narrow(int8_t* p, const I32x8 (&a)[4]) {
 OCTAVO_INLINE void prefetch(const void* p) {
   _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
 }
+// Into the second level: a core has many more such reads in flight than of the first.
+OCTAVO_INLINE void prefetch_far(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
+}
 
 }  // namespace octavo::OCTAVO_ISA

@@ -199,5 +199,6 @@ OCTAVO_INLINE void store_narrow(T* p, const I32x8 (&a)[4]) {
 }
 
 OCTAVO_INLINE void prefetch(const void*) {}
+OCTAVO_INLINE void prefetch_far(const void*) {}
 
 }  // namespace octavo::OCTAVO_ISA

@@ -47,12 +47,18 @@ def serve(
     with _bind(host, port) as listener:  # before loading: a taken port should not cost a load
         _check_access(stderr, listener, resolved_server.config)
         from octavo.engine.supervisor import EngineProcess
+
+        config = resolved.config
+        engine = load(
+            stderr,
+            resolved,
+            lambda: EngineProcess.start(config, meanwhile=_import_server),
+            lambda e: e.info,
+        )
         from octavo.server.app import create_app
         from octavo.server.serving import run
         from octavo.server.workers import Workers
 
-        config = resolved.config
-        engine = load(stderr, resolved, lambda: EngineProcess.start(config), lambda e: e.info)
         url = _url(listener)
 
         def on_ready() -> None:
@@ -69,6 +75,13 @@ def serve(
         else:
             app = create_app(engine, resolved_server.config, config, host=host)
             run(app, listener, resolved_server.config, on_ready=on_ready, on_drain=on_drain)
+
+
+def _import_server() -> None:
+    """It takes as long as a good part of loading a small model."""
+    import octavo.server.app
+    import octavo.server.serving
+    import octavo.server.workers  # noqa: F401
 
 
 def _bind(host: str, port: int) -> socket.socket:

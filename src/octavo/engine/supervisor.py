@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -109,13 +110,17 @@ class EngineProcess:
         self._thread = threading.Thread(target=self._run, name="octavo-supervisor", daemon=True)
 
     @classmethod
-    def start(cls, config: EngineConfig) -> Self:
-        """Start an engine and wait until it is ready. Raises what loading the model raises."""
+    def start(cls, config: EngineConfig, *, meanwhile: Callable[[], None] = lambda: None) -> Self:
+        """Start an engine and wait until it is ready. Raises what loading the model raises.
+
+        meanwhile: what the caller has to do while the engine loads.
+        """
         path = resolve_model(config.model, config.cache_path, progress=True, offline=config.offline)
         engine = cls(config)
         engine._thread.start()
         try:
-            text = Text.read(config, path)  # while the engine loads
+            meanwhile()
+            text = Text.read(config, path)
             engine._settled.wait()
             if engine._start_error is not None:
                 raise engine._start_error

@@ -7,7 +7,10 @@ scratch is too small. Nothing here needs the library or torch: a bill can be com
 from __future__ import annotations
 
 from octavo.program.ir import (
+    BLOCK_SIZE,
     KV,
+    KV_SPLIT,
+    KV_TILE,
     Add,
     AddRMSNorm,
     Attention,
@@ -29,7 +32,7 @@ from octavo.quantization.formats import GROUP
 PANEL = 16  # outputs of a weight panel
 LANES = 8
 QUERY_TILE = 16  # query tokens of an attention work item
-KV_TILE = 64
+SPLIT_ITEMS = 8  # items a thread, below which attention shares them a split at a time
 EXPERT_TOKENS = 512  # whose experts are worked on together
 _ROUTER_BITS = 16  # of a router's activations
 _MOST_PADDED_ROWS = 4  # of the quantised rows of a product's last tile
@@ -66,7 +69,7 @@ class NativeKernelTable:
                 return Kernel(f"rotary_store_kv_{op.kv.dtype}", scratch)
             case Attention():
                 _require_lanes("heads", op.kv.head_dim)
-                return Kernel(f"attention_{op.kv.dtype}", self._attention_scratch(op.kv, op.q_heads))
+                return Kernel(f"attention_{op.kv.dtype}", self._attention_scratch(op.kv, op.q_heads, limits))
             case GatedActivation():
                 _require_lanes("rows", op.out.width)
                 return Kernel(f"gated_{op.activation}")
@@ -112,11 +115,16 @@ class NativeKernelTable:
         )
         return sum(_align(count * _F32) for count in elements) + prepared
 
-    def _attention_scratch(self, kv: KV, q_heads: int) -> int:
-        """Per thread: queries, partial and total results of an item's rows, and a KV tile as f32."""
+    def _attention_scratch(self, kv: KV, q_heads: int, limits: Limits) -> int:
+        """Per thread: queries, partial and total results of an item's rows, and a KV tile as f32.
+        For all: results of splits that threads reduce apart."""
         rows = QUERY_TILE * (q_heads // kv.kv_heads)
         floats = 3 * rows * kv.head_dim + 4 * rows + 2 * KV_TILE * kv.head_dim
-        return self._num_threads * _align(floats * _F32)
+        apart = 0
+        if self._num_threads > 1:
+            tokens = -(-SPLIT_ITEMS * self._num_threads // kv.kv_heads)
+            apart = tokens * q_heads * -(-limits.max_blocks * BLOCK_SIZE // KV_SPLIT)
+        return self._num_threads * _align(floats * _F32) + _align(apart * (kv.head_dim + 2) * _F32)
 
 
 def _prepared_nbytes(weight: Weight, activation_bits: int | None, rows: int, products: int) -> int:
