@@ -145,5 +145,6 @@ OCTAVO_INLINE void store_narrow(int8_t* p, const I32x8 (&a)[4]) {
 }
 
 OCTAVO_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+OCTAVO_INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 }  // namespace octavo::OCTAVO_ISA
