@@ -152,6 +152,15 @@ size_t prepared_nbytes(int format, int activation_bits, size_t width, size_t row
   return align_up((rows + products * kMostPaddedRows) * row) + products * 4 * kAlignment;
 }
 
+// QuantizedRows of kernels/quantize.hpp.
+size_t quantized_rows_nbytes(const OctavoOp& op, size_t rows) {
+  const bool rough = is_4_bit(op.format) && op.activation_bits == 8;
+  const size_t element = rough ? sizeof(int8_t) : sizeof(int16_t);
+  const size_t padded = rows + kMostPaddedRows;
+  return align_up(padded * op.in_width * element) +
+         2 * align_up(padded * (op.in_width / kGroup) * sizeof(float));
+}
+
 // MoEScratch of kernels/moe.hpp.
 size_t experts_scratch(const OctavoOp& op, const OctavoLimits& limits, size_t num_threads) {
   const OctavoExperts& e = *op.experts;
@@ -174,13 +183,9 @@ size_t experts_scratch(const OctavoOp& op, const OctavoLimits& limits, size_t nu
 // Bytes of scratch memory a kernel uses at the limits; table.py bills the same.
 size_t scratch_needed(const OctavoOp& op, const OctavoLimits& limits, size_t num_threads) {
   if (op.kind == OCTAVO_OP_LINEAR && is_quantized(op.format)) {
-    const size_t rows = kMostPaddedRows + (op.rows == OCTAVO_ROWS_TOKENS ? limits.max_tokens
-                                           : op.rows == OCTAVO_ROWS_SEQS ? limits.max_seqs
-                                                                         : limits.max_sampled);
-    const size_t groups = op.in_width / kGroup;
-    const bool rough = is_4_bit(op.format) && op.activation_bits == 8;
-    const size_t element = rough ? sizeof(int8_t) : sizeof(int16_t);
-    return align_up(rows * op.in_width * element) + 2 * align_up(rows * groups * sizeof(float));
+    return quantized_rows_nbytes(op, op.rows == OCTAVO_ROWS_TOKENS ? limits.max_tokens
+                                     : op.rows == OCTAVO_ROWS_SEQS ? limits.max_seqs
+                                                                   : limits.max_sampled);
   }
   if (op.kind == OCTAVO_OP_ROTARY_STORE_KV) {
     return num_threads * align_up(op.head_dim * sizeof(float));
@@ -214,6 +219,15 @@ bool check_program(const OctavoContext& context, OctavoStatus* status) {
     }
   }
   return true;
+}
+
+size_t own_memory_nbytes(const OctavoContext& context) {
+  size_t nbytes = 0;
+  for (const OctavoOp& op : context.ops) {
+    if (op.kind != OCTAVO_OP_LINEAR || !is_quantized(op.format)) continue;
+    nbytes = std::max(nbytes, quantized_rows_nbytes(op, kRowsAlone));
+  }
+  return nbytes;
 }
 
 bool check_step(const OctavoContext& context, OctavoStatus* status) {

@@ -29,6 +29,7 @@ struct OctavoContext {
   octavo::Step step{};               // inputs and limits from bind, sizes from run
   std::vector<int32_t> query_tiles;  // [max_seqs + 1]
   std::vector<int64_t> shared_splits;  // of each op
+  std::vector<char> own_memory;        // Step::own_memory, and what aligns it
   octavo::ThreadTeam team;           // last: its threads read the above until they are joined
 };
 
@@ -43,6 +44,9 @@ bool check_program(const OctavoContext& context, OctavoStatus* status);
 
 // Whether an op of a known kind has a shape that its kernel serves.
 bool check_shape(const OctavoOp& op, int index, const OctavoLimits& limits, OctavoStatus* status);
+
+// Bytes that each thread needs to prepare kRowsAlone rows of any of the program's linear ops.
+size_t own_memory_nbytes(const OctavoContext& context);
 
 // Whether the limits are numbers of things.
 bool check_limits(const OctavoLimits& limits, OctavoStatus* status);

@@ -109,6 +109,14 @@ void count_query_tiles(OctavoContext* context) {
   }
 }
 
+void take_own_memory(OctavoContext* context) {
+  const size_t nbytes = own_memory_nbytes(*context);  // a multiple of kAlignment
+  context->own_memory.assign(context->team.size() * nbytes + kAlignment, 0);
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(context->own_memory.data());
+  context->step.own_memory = reinterpret_cast<char*>((begin + kAlignment - 1) / kAlignment * kAlignment);
+  context->step.own_nbytes = nbytes;
+}
+
 }  // namespace
 
 void refuse(OctavoStatus* status, int code, int op, int64_t row, const char* format, ...) {
@@ -151,8 +159,12 @@ void octavo_bind(OctavoContext* context, const OctavoOp* ops, int32_t num_ops,
   context->query_tiles.assign(limits->max_seqs + 1, 0);
   context->shared_splits.assign(num_ops, 0);
   context->step = {0, 0, 0, *inputs, *limits, context->query_tiles.data(), context->ops.data(),
-                   context->shared_splits.data()};
-  if (!octavo::check_program(*context, status)) context->ops.clear();
+                   context->shared_splits.data(), nullptr, 0};
+  if (octavo::check_program(*context, status)) {
+    octavo::take_own_memory(context);
+  } else {
+    context->ops.clear();
+  }
 }
 
 void octavo_run(OctavoContext* context, int32_t num_tokens, int32_t num_seqs, int32_t num_sampled,

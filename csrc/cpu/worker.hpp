@@ -51,7 +51,14 @@ struct Step {
   // For each of `ops`: the splits that threads share where it is attention of few items, else 0.
   const OctavoOp* ops;
   const int64_t* shared_splits;
+  // Memory of each thread alone: what one does there is nobody's phase. A thread that comes late may
+  // still write to it, so it is no part of the arena.
+  char* own_memory;  // [num_threads][own_nbytes]
+  size_t own_nbytes;
 };
+
+// Rows of x that each thread quantises for itself: a phase would take longer.
+constexpr int kRowsAlone = 4;
 
 // Query tokens that attention works on at a time.
 constexpr int kQueryTile = 16;

@@ -21,6 +21,7 @@ struct Product {
   float* out;      // [num_rows][stride]
   size_t stride;
   void* prepared;  // QuantizedRows, where the weight is quantised: prepare_tile writes, multiply reads
+  void* own;       // memory of this thread to prepare kRowsAlone rows in, or null
 };
 
 // A product of this weight, whose rows and output are still to be named.
@@ -170,8 +171,11 @@ static void multiply(const Product& p, Range panels) {
 }
 
 // The whole product, up to its last phase.
-static void run_product(const Product& p, Worker& worker) {
-  if (prepared_row_nbytes(p)) {
+static void run_product(Product p, Worker& worker) {
+  if (p.own && p.num_rows <= kRowsAlone) {
+    p.prepared = p.own;
+    for (int tile = 0; tile < num_tiles(p); ++tile) prepare_tile(p, tile);
+  } else if (prepared_row_nbytes(p)) {
     for_each_row(num_tiles(p), worker, [&](int64_t tile) { prepare_tile(p, static_cast<int>(tile)); });
     end_phase(worker);
   }
@@ -188,6 +192,7 @@ static void linear(const OctavoOp& op, const Step& step, Worker& worker) {
   p.out = op.out;
   p.stride = op.out_width;
   p.prepared = op.scratch;
+  p.own = step.own_memory + worker.thread * step.own_nbytes;
   run_product(p, worker);
 }
 
