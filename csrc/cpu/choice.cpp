@@ -279,33 +279,23 @@ class Draw {
   int32_t winner_ = std::numeric_limits<int32_t>::max();
 };
 
-}  // namespace
-
-int64_t choice_scratch_nbytes(int32_t width) {
-  const int64_t chunks = chunks_of(width);
-  return chunks * kChoiceChunk * (sizeof(int64_t) + sizeof(int32_t)) + 2 * chunks * sizeof(float);
-}
-
-void choose_token(const ChoiceKernels& kernels, OctavoChoice* choice, int32_t width, void* scratch) {
-  Row row(kernels, *choice, width, scratch);
-  if (kernels.chunk_maxima(row.logits, width, row.maxima)) {
-    choice->token_id = first_nan(row);
-    return;
-  }
-  const int32_t likeliest = choice->token_id = first_largest(row);
-  if (choice->temperature == 0 || !std::isfinite(row.logits[likeliest])) return;
+int32_t chosen(Row& row) {
+  const OctavoChoice& choice = row.choice;
+  if (row.kernels.chunk_maxima(row.logits, row.width, row.maxima)) return first_nan(row);
+  const int32_t likeliest = first_largest(row);
+  if (choice.temperature == 0 || !std::isfinite(row.logits[likeliest])) return likeliest;
   row.peak = row.scaled(likeliest);
-  const bool top_k = choice->top_k > 0 && choice->top_k < width;
-  const bool min_p = choice->log_min_p > -std::numeric_limits<double>::infinity();
-  const bool top_p = choice->top_p < 1.0;
+  const bool top_k = choice.top_k > 0 && choice.top_k < row.width;
+  const bool min_p = choice.log_min_p > -std::numeric_limits<double>::infinity();
+  const bool top_p = choice.top_p < 1.0;
   Draw draw(row, likeliest);
   if (!top_k && !min_p && !top_p) {
     draw.offer_all();
   } else {
     int count;
     if (top_k) {
-      select_likeliest(&row, choice->top_k);
-      count = min_p ? keep_min_p_of(&row, choice->top_k) : choice->top_k;
+      select_likeliest(&row, choice.top_k);
+      count = min_p ? keep_min_p_of(&row, choice.top_k) : choice.top_k;
       if (top_p) count = keep_nucleus_of(&row, count);
     } else if (min_p) {
       count = keep_min_p(&row);
@@ -315,7 +305,20 @@ void choose_token(const ChoiceKernels& kernels, OctavoChoice* choice, int32_t wi
     }
     draw.offer_ids(row.ids, count);
   }
-  choice->token_id = draw.winner();
+  return draw.winner();
+}
+
+}  // namespace
+
+int64_t choice_scratch_nbytes(int32_t width) {
+  const int64_t chunks = chunks_of(width);
+  return chunks * kChoiceChunk * (sizeof(int64_t) + sizeof(int32_t)) + 2 * chunks * sizeof(float);
+}
+
+void choose_token(const ChoiceKernels& kernels, OctavoChoice* choice, int32_t width, void* scratch) {
+  Row row(kernels, *choice, width, scratch);
+  const int32_t id = chosen(row);
+  choice->token_id = std::isfinite(row.logits[id]) ? id : ~id;
 }
 
 }  // namespace octavo

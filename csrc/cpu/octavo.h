@@ -158,7 +158,7 @@ typedef struct OctavoChoice {
   double log_min_p;   /* -infinity keeps all */
   int32_t top_k;      /* 0 keeps all */
   int32_t position;   /* of the new token */
-  int32_t token_id;   /* the result; where its logit is not finite, the row is not to be sampled from */
+  int32_t token_id;   /* the result; ~id where its logit is not finite: the row is not to be sampled from */
 } OctavoChoice;
 
 /* Rows of K weights to pack. */

@@ -13,14 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.messages import SampledToken
 from octavo.outputs import RequestOutput
 from octavo.runner import model_runner
-from octavo.sampling.choice import Choose
+from octavo.sampling.choice import Choose, LogitsRows
 from octavo.sampling.sampler import SamplingRow, sample
 
 VOCAB = 49152
@@ -81,12 +80,12 @@ class Trace:
 @contextmanager
 def _recorded(digests: dict[tuple[str, int], str]) -> Iterator[None]:
     def recording_sample(
-        logits: np.ndarray, rows: Sequence[SamplingRow], choose: Choose
+        logits: LogitsRows, rows: Sequence[SamplingRow], positions: Sequence[int], choose: Choose
     ) -> list[SampledToken]:
-        for values, row in zip(logits, rows, strict=True):
-            key, digest = (row.request_id, row.position), hashlib.sha256(values.tobytes()).hexdigest()
+        for values, row, position in zip(logits, rows, positions, strict=True):
+            key, digest = (row.request_id, position), hashlib.sha256(values.tobytes()).hexdigest()
             assert digests.setdefault(key, digest) == digest, f"{key} was computed twice with other bits"
-        return sample(logits, rows, choose)
+        return sample(logits, rows, positions, choose)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "sample", recording_sample)

@@ -40,7 +40,7 @@ def test_a_row_holds_what_is_known(states: RequestStates) -> None:
     row = states.row("a")
     assert states.token_ids[row, :5].tolist() == [5, 6, 7, 8, 9]
     assert states.num_prompt[row] == 3
-    assert states.params(row).seed == 3
+    assert states.sampling(row).params.seed == 3
 
 
 def test_diffs_twice_are_diffs_once(states: RequestStates) -> None:
@@ -97,7 +97,7 @@ def test_a_dropped_row_is_gone(states: RequestStates) -> None:
     with pytest.raises(KeyError):
         states.row("a")
     with pytest.raises(AssertionError, match="is free"):
-        states.params(row)
+        states.sampling(row)
     before = snapshot(states)
     states.write_token("a", 1, 9)  # its token came too late
     assert all(np.array_equal(x, y) for x, y in zip(before, snapshot(states), strict=True))

@@ -31,7 +31,9 @@ def backend(request: pytest.FixtureRequest) -> Iterator[NativeBackend]:
 
 def check(backend: NativeBackend, logits: Logits, params: list[SamplingParams], position: int = 9) -> None:
     positions = list(range(position, position + len(params)))
-    assert backend.choose(list(logits), params, positions) == choose(list(logits), params, positions)
+    expected = choose(list(logits), params, positions)
+    assert backend.choose(list(logits), params, positions) == expected
+    assert backend.choose(logits, params, positions) == expected
 
 
 def test_it_says_that_it_can(backend: NativeBackend) -> None:
@@ -104,7 +106,7 @@ def test_a_whole_vocabulary(backend: NativeBackend, fields: dict[str, Any], spre
 def test_what_is_no_number(
     backend: NativeBackend, width: int, poison: list[tuple[int, float]], masked: bool
 ) -> None:
-    """The id says where: of the first NaN, else of the largest."""
+    """The complement of the id that says where: of the first NaN, else of the largest."""
     logits = np.full((1, width), -np.inf if masked else 0.5, np.float32)
     for place, value in poison:
         logits[0, place % width] = value

@@ -17,23 +17,20 @@ from octavo.sampling.sampler import SamplingRow, sample
 from octavo.sampling_params import SamplingParams
 
 Logits = npt.NDArray[np.float32]
-NO_IDS = np.empty(0, np.int32)
+GARBAGE = [4, 4, 1]  # behind the tokens that are known
 
 
-def row(
-    params: SamplingParams, *, position: int = 5, prompt: Sequence[int] = (), output: Sequence[int] = ()
-) -> SamplingRow:
+def row(params: SamplingParams, *, prompt: Sequence[int] = (), output: Sequence[int] = ()) -> SamplingRow:
     return SamplingRow(
         request_id="r",
-        position=position,
         params=params,
-        prompt_ids=np.array(prompt, np.int32),
-        output_ids=np.array(output, np.int32),
+        num_prompt=len(prompt),
+        token_ids=np.array([*prompt, *output, *GARBAGE], np.int32),
     )
 
 
 def draw(logits: Logits, params: SamplingParams, position: int = 5) -> int:
-    (token,) = sample(logits[None], [row(params, position=position)])
+    (token,) = sample(logits[None], [row(params)], [position])
     assert token.error is None
     return token.token_id
 
@@ -76,8 +73,8 @@ def expected_distribution(params: SamplingParams) -> npt.NDArray[np.float64]:
 def test_chi_square(params: SamplingParams) -> None:
     """Draws at successive positions. The bound is the 1 - 1e-4 quantile of chi-square by Wilson and
     Hilferty; seeds are fixed, so a pass is a pass for good."""
-    rows = [row(params, position=position) for position in range(NUM_DRAWS)]
-    tokens = sample(np.broadcast_to(LOGITS, (NUM_DRAWS, LOGITS.size)), rows)
+    logits = np.broadcast_to(LOGITS, (NUM_DRAWS, LOGITS.size))
+    tokens = sample(logits, [row(params)] * NUM_DRAWS, range(NUM_DRAWS))
     counts = np.bincount([token.token_id for token in tokens], minlength=LOGITS.size)
     p = expected_distribution(params)
     assert (counts[p == 0] == 0).all()
@@ -146,27 +143,31 @@ PARAMS = st.builds(
 POISON = st.sampled_from([None, None, None, np.nan, np.inf, -np.inf])
 
 
-@given(st.lists(st.tuples(PARAMS, POISON, st.integers(0, 1000)), min_size=1, max_size=6), st.integers(0, 9))
+@given(st.lists(st.tuples(PARAMS, POISON, st.integers(0, 9)), min_size=1, max_size=6), st.integers(0, 9))
 def test_a_row_alone_is_the_row_in_any_batch(
     batch: list[tuple[SamplingParams, float | None, int]], seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, 3, (len(batch), 101)).astype(np.float32)  # odd: rows are aligned differently
-    rows = []
-    for values, (params, poison, position) in zip(logits, batch, strict=True):
+    rows, positions = [], []
+    for values, (params, poison, known) in zip(logits, batch, strict=True):
         if poison is not None:
             values[rng.integers(101)] = poison
-        rows.append(row(params, position=position, prompt=[1, 2, 2], output=rng.integers(0, 101, 9)))
-    together = sample(logits, rows)
-    alone = [sample(values.copy()[None], [r])[0] for values, r in zip(logits, rows, strict=True)]
+        rows.append(row(params, prompt=[1, 2, 2], output=rng.integers(0, 101, known).tolist()))
+        positions.append(3 + known)
+    together = sample(logits, rows, positions)
+    alone = [
+        sample(values.copy()[None], [r], [position])[0]
+        for values, r, position in zip(logits, rows, positions, strict=True)
+    ]
     assert together == alone
 
 
 def test_order_does_not_matter() -> None:
     logits = np.random.default_rng(0).normal(size=(6, 50)).astype(np.float32)
-    rows = [row(SamplingParams(seed=i, logprobs=2), position=i) for i in range(6)]
-    forward = sample(logits, rows)
-    assert sample(logits[::-1], rows[::-1]) == forward[::-1]
+    rows = [row(SamplingParams(seed=i, logprobs=2)) for i in range(6)]
+    forward = sample(logits, rows, range(6))
+    assert sample(logits[::-1], rows[::-1], range(6)[::-1]) == forward[::-1]
 
 
 def test_the_same_seed_and_position_give_the_same_token() -> None:
@@ -181,7 +182,7 @@ def test_logits_are_not_touched() -> None:
     before = logits.copy()
     params = SamplingParams(seed=1, logit_bias={3: 5}, repetition_penalty=2, presence_penalty=1, top_k=3)
     logits.flags.writeable = False
-    sample(logits, [row(params, prompt=[1], output=[2, 2])])
+    sample(logits, [row(params, prompt=[1], output=[2, 2])], [3])
     assert np.array_equal(logits, before)
 
 
@@ -197,7 +198,7 @@ def test_logits_are_not_touched() -> None:
 def test_no_numbers_are_an_error_of_their_row(poison: list[float], says: str, params: SamplingParams) -> None:
     logits = np.stack([LOGITS, LOGITS, LOGITS])
     logits[1, : len(poison)] = poison
-    before, bad, after = sample(logits, [row(params, position=9)] * 3)
+    before, bad, after = sample(logits, [row(params)] * 3, [9] * 3)
     assert before == after
     assert before.error is None
     assert isinstance(bad, SampledToken)
@@ -217,13 +218,13 @@ def test_bias_comes_before_penalties_and_temperature() -> None:
     """2 + 3 = 5, halved by the penalty: 2.5. The other order would give 1 + 3 = 4 and win."""
     logits = np.array([2.0, 3.0], np.float32)
     params = SamplingParams(temperature=0, logit_bias={0: 3.0}, repetition_penalty=2.0)
-    (token,) = sample(logits[None], [row(params, prompt=[0])])
+    (token,) = sample(logits[None], [row(params, prompt=[0])], [1])
     assert token.token_id == 1
 
 
 def test_logprobs_are_of_the_raw_distribution() -> None:
     params = SamplingParams(temperature=0, logit_bias={6: 100.0}, logprobs=1)
-    (token,) = sample(LOGITS[None], [row(params)])
+    (token,) = sample(LOGITS[None], [row(params)], [5])
     assert token.token_id == 6
     assert token.logprobs is not None
     assert token.logprobs.rank == 8

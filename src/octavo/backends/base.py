@@ -17,6 +17,7 @@ import torch
 from octavo.program.ir import Weight
 from octavo.program.planner import KernelTable, Limits, SealedProgram
 from octavo.quantization.conversion import StoredRows
+from octavo.sampling.choice import LogitsRows
 from octavo.sampling_params import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
@@ -119,9 +120,6 @@ class ChoosesTokens(Protocol):
     """What a backend may do besides: choose tokens from logits, which sampling/choice.py does otherwise."""
 
     def choose(
-        self,
-        logits: Sequence[npt.NDArray[np.float32]],
-        params: Sequence[SamplingParams],
-        positions: Sequence[int],
+        self, logits: LogitsRows, params: Sequence[SamplingParams], positions: Sequence[int]
     ) -> list[int]:
-        """The tokens that sampling/choice.py chooses. logits: contiguous rows of one width."""
+        """See sampling.choice.Choose. logits: contiguous rows of one width."""

@@ -42,7 +42,7 @@ from octavo.runner import step_inputs
 from octavo.runner.request_states import RequestStates
 from octavo.sampling.choice import choose
 from octavo.sampling.logprobs import prompt_logprobs
-from octavo.sampling.sampler import SamplingRow, sample
+from octavo.sampling.sampler import sample
 from octavo.weights.checkpoint import Checkpoint, naming, open_checkpoint
 from octavo.weights.config_check import checked_config
 from octavo.weights.fetching import progress_bar
@@ -218,26 +218,30 @@ class ModelRunner(abc.ABC):
         assert self._pending is not None, "execute() comes first"
         plan, logits = self._pending
         self._pending = None
-        unread = iter(logits.numpy())  # in the order that step_inputs gives them
-        prompts, rows, values = [], [], []
+        values = logits.numpy()  # in the order that step_inputs gives them
+        states, rows, positions, places = self.states, [], [], []
+        prompts, place = [], 0
         for step in plan.rows:
-            if step.prompt_logits[0] < step.prompt_logits[1]:
-                prompts.append(self._prompt_logprobs(step, unread))
+            first, end = step.prompt_logits
+            if first < end:
+                prompts.append(self._prompt_logprobs(step, iter(values[place : place + end - first])))
+                place += end - first
             if step.samples:
-                rows.append(self._sampling_row(step.request_id, step.start + step.num_tokens))
-                values.append(next(unread))
-        sampled = sample(values, rows, self._choose)
+                rows.append(states.sampling(states.row(step.request_id)))
+                positions.append(step.start + step.num_tokens)
+                places.append(place)
+                place += 1
+        sampled = sample([values[i] for i in places] if prompts else values, rows, positions, self._choose)
         for token in sampled:
-            self.states.write_token(token.request_id, token.position, token.token_id)
+            states.write_token(token.request_id, token.position, token.token_id)
         return ModelRunnerOutput(step=plan.step, sampled=sampled, prompt_logprobs=prompts)
 
     def _prompt_logprobs(self, step: RowStep, logits: Iterator[npt.NDArray[np.float32]]) -> PromptLogprobs:
         row = self.states.row(step.request_id)
         first, end = step.prompt_logits
         ids = self.states.token_ids[row, first + 1 : end + 1].tolist()
-        return prompt_logprobs(
-            step.request_id, first + 1, ids, logits, self.states.params(row).prompt_logprobs or 0
-        )
+        count = self.states.sampling(row).params.prompt_logprobs or 0
+        return prompt_logprobs(step.request_id, first + 1, ids, logits, count)
 
     def _apply(self, plan: SchedulerOutput) -> None:
         if plan.reset:
@@ -248,18 +252,6 @@ class ModelRunner(abc.ABC):
             self.states.add(new)
         for step in plan.rows:
             self.states.write_blocks(step)
-
-    def _sampling_row(self, request_id: str, position: int) -> SamplingRow:
-        row = self.states.row(request_id)
-        prompt = int(self.states.num_prompt[row])
-        return SamplingRow(
-            request_id=request_id,
-            position=position,
-            params=self.states.params(row),
-            prompt_ids=self.states.token_ids[row, :prompt],
-            output_ids=self.states.token_ids[row, prompt:position],
-            stop_ids=self.states.stop_ids(row),
-        )
 
     # -- alone --------------------------------------------------------------------------------
 

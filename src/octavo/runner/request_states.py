@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from octavo.messages import NewRow, RowStep
 from octavo.program.planner import Limits
-from octavo.sampling_params import SamplingParams
+from octavo.sampling.sampler import SamplingRow
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -24,7 +24,7 @@ class RequestStates:
         self.token_ids = np.zeros((rows, limits.max_model_len), np.int32)
         self.block_table = np.zeros((num_groups, rows, limits.max_blocks), np.int32)
         self.num_prompt = np.zeros(rows, np.int32)
-        self._new: list[NewRow | None] = [None] * rows
+        self._sampling: list[SamplingRow | None] = [None] * rows
         self._rows: dict[str, int] = {}
         self._free = list(range(rows))[::-1]
 
@@ -37,18 +37,11 @@ class RequestStates:
         """A request's row."""
         return self._rows[request_id]
 
-    def params(self, row: int) -> SamplingParams:
-        """A row's sampling parameters."""
-        return self._request(row).params
-
-    def stop_ids(self, row: int) -> tuple[int, ...]:
-        """Tokens that end a row's request."""
-        return self._request(row).stop_ids
-
-    def _request(self, row: int) -> NewRow:
-        new = self._new[row]
-        assert new is not None, f"row {row} is free"
-        return new
+    def sampling(self, row: int) -> SamplingRow:
+        """What sampling needs to know of a row."""
+        sampling = self._sampling[row]
+        assert sampling is not None, f"row {row} is free"
+        return sampling
 
     def reset(self) -> None:
         """Free all rows."""
@@ -59,7 +52,7 @@ class RequestStates:
         """Free a request's row, if it has one."""
         row = self._rows.pop(request_id, None)
         if row is not None:
-            self._new[row] = None
+            self._sampling[row] = None
             self._free.append(row)
 
     def add(self, new: NewRow) -> None:
@@ -71,7 +64,13 @@ class RequestStates:
         self.token_ids[row, :prompt] = new.prompt_ids
         self.token_ids[row, prompt:total] = new.output_ids
         self.num_prompt[row] = prompt
-        self._new[row] = new
+        self._sampling[row] = SamplingRow(
+            request_id=new.request_id,
+            params=new.params,
+            num_prompt=prompt,
+            token_ids=self.token_ids[row],
+            stop_ids=new.stop_ids,
+        )
 
     def write_blocks(self, step: RowStep) -> None:
         """Apply a step's block-table diff."""

@@ -19,14 +19,18 @@ from octavo.sampling_params import SamplingParams
 
 Logits = npt.NDArray[np.float32]
 
-#: Chooses a token for each row of logits [vocab], with its parameters, for its position. A row with NaN
-#: gives the first of these.
-Choose = Callable[[Sequence[Logits], Sequence[SamplingParams], Sequence[int]], list[int]]
+#: Rows of logits [vocab]: one by one, or an array of them.
+LogitsRows = Sequence[Logits] | Logits
+
+#: Chooses a token for each row of logits, with its parameters, for its position. A row that is not to be
+#: sampled from gives ~id, which is negative: there is its first NaN, or its largest logit, which is infinite.
+Choose = Callable[[LogitsRows, Sequence[SamplingParams], Sequence[int]], list[int]]
 
 
-def choose(logits: Sequence[Logits], params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+def choose(logits: LogitsRows, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
     """See Choose."""
-    return [_choose(*row) for row in zip(logits, params, positions, strict=True)]
+    token_ids = [_choose(*row) for row in zip(logits, params, positions, strict=True)]
+    return [i if np.isfinite(values[i]) else ~i for i, values in zip(token_ids, logits, strict=True)]
 
 
 def _choose(logits: Logits, params: SamplingParams, position: int) -> int:

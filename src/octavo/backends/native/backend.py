@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from octavo.backends.base import DeviceMemory, StepInputs, WeightRows
@@ -55,6 +54,7 @@ from octavo.program.planner import ALIGNMENT, PlannedOp, SealedProgram
 from octavo.quantization.conversion import pieces
 from octavo.quantization.formats import Format
 from octavo.quantization.quantize import Bytes, Floats
+from octavo.sampling.choice import LogitsRows
 from octavo.sampling_params import SamplingParams
 
 _FORMATS = {format_: FormatCode[format_.name] for format_ in Format}
@@ -161,10 +161,7 @@ class NativeBackend:
         return self._bound.logits[:num_sampled]
 
     def choose(
-        self,
-        logits: Sequence[npt.NDArray[np.float32]],
-        params: Sequence[SamplingParams],
-        positions: Sequence[int],
+        self, logits: LogitsRows, params: Sequence[SamplingParams], positions: Sequence[int]
     ) -> list[int]:
         """See base.ChoosesTokens."""
         return self._chooser.choose(self._require_context(), logits, params, positions)

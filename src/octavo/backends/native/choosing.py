@@ -1,53 +1,81 @@
 """Choosing tokens in the native library: rows of logits go in as addresses, ids come out.
 
-Rule: what it computes is said in octavo/sampling/choice.py; here it only crosses the border.
+Rule: what it computes is said in octavo/sampling/choice.py; here it only crosses the border. A step finds the
+processor's caches full of weights, so little is touched: rows stay as they are while the same request is in
+them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from octavo.backends.native.library import Choice
+from octavo.sampling.choice import Logits, LogitsRows
 from octavo.sampling_params import SamplingParams
 
 
 class Chooser:
-    """A library's context, and memory to work in, which grows with the vocabulary."""
+    """A library's context, and memory to work in, which grows with the batch and the vocabulary."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._scratch = np.empty(0, np.float64)
+        self._width = 0
+        self._make_room(0)
 
     def choose(
-        self,
-        context: int,
-        logits: Sequence[npt.NDArray[np.float32]],
-        params: Sequence[SamplingParams],
-        positions: Sequence[int],
+        self, context: int, logits: LogitsRows, params: Sequence[SamplingParams], positions: Sequence[int]
     ) -> list[int]:
         """See sampling.choice.Choose."""
-        if not logits:
+        count = len(params)
+        if not count:
             return []
-        choices = (Choice * len(logits))(*map(_choice, logits, params, positions))
-        width = logits[0].shape[0]
-        assert all(row.shape == (width,) for row in logits)
-        nbytes = self._library.octavo_choice_scratch(context, width)
-        if self._scratch.nbytes < nbytes:
-            self._scratch = np.empty(-(-nbytes // 8), np.float64)
-        self._library.octavo_choose(context, choices, len(choices), width, self._scratch.ctypes.data)
-        return [choice.token_id for choice in choices]
+        if count > len(self._params):
+            self._make_room(count)
+        width = len(logits[0])
+        if width > self._width:
+            self._width = width
+            self._scratch = np.empty(-(-self._library.octavo_choice_scratch(context, width) // 8), np.float64)
+            self._scratch_address = self._scratch.ctypes.data
+        self._addresses[:count] = _addresses(logits, width)
+        self._positions[:count] = positions
+        for i, wanted in enumerate(params):
+            if wanted is not self._params[i]:
+                self._write(i, wanted)
+        self._library.octavo_choose(context, self._choices, count, width, self._scratch_address)
+        token_ids: list[int] = self._token_ids[:count].tolist()
+        return token_ids
+
+    def _make_room(self, count: int) -> None:
+        self._table = np.zeros(count, np.dtype(Choice))
+        self._choices = self._table.ctypes.data_as(ctypes.POINTER(Choice))
+        self._addresses, self._positions = self._table["logits"], self._table["position"]
+        self._token_ids = self._table["token_id"]
+        self._params: list[SamplingParams | None] = [None] * count
+
+    def _write(self, i: int, params: SamplingParams) -> None:
+        choice = self._table[i]
+        choice["temperature"] = params.temperature
+        if not params.greedy:
+            choice["seed"] = params.seed
+            choice["top_p"], choice["top_k"] = params.top_p, params.top_k
+            choice["log_min_p"] = np.log(params.min_p) if params.min_p > 0.0 else -math.inf
+        self._params[i] = params
 
 
-def _choice(logits: npt.NDArray[np.float32], params: SamplingParams, position: int) -> Choice:
+def _addresses(logits: LogitsRows, width: int) -> Iterable[int]:
+    if not isinstance(logits, np.ndarray):
+        assert all(len(row) == width for row in logits)
+        return [_address(row) for row in logits]
+    start = _address(logits)
+    return range(start, start + logits.nbytes, width * 4)
+
+
+def _address(logits: Logits) -> int:
     assert logits.dtype == np.float32
     assert logits.flags.c_contiguous
-    address = logits.__array_interface__["data"][0]
-    if params.greedy:
-        return Choice(address)
-    log_min_p = np.log(params.min_p) if params.min_p > 0.0 else -math.inf
-    return Choice(address, params.seed, params.temperature, params.top_p, log_min_p, params.top_k, position)
+    return int(logits.__array_interface__["data"][0])
