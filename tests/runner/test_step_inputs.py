@@ -37,10 +37,11 @@ class Drawn:
 @st.composite
 def drawn_sequences(draw: st.DrawFn) -> list[Drawn]:
     sequences = []
+    most = draw(st.sampled_from([1, 30]))  # decodes, or prompts too
     for _ in range(draw(st.integers(1, 4))):
         length = draw(st.integers(1, 100))
         start = draw(st.integers(0, length - 1))
-        num_tokens = draw(st.integers(1, min(30, length - start)))
+        num_tokens = draw(st.integers(1, min(most, length - start)))
         num_blocks = -(-(start + num_tokens) // BLOCK_SIZE)
         blocks = [draw(st.lists(st.integers(0, 500), min_size=num_blocks, max_size=num_blocks)) for _ in "01"]
         tokens = np.random.default_rng(length).integers(0, 1000, length).tolist()

@@ -20,6 +20,38 @@ def fill(
     inputs: StepInputs, plan: SchedulerOutput, states: RequestStates, *, rope_boundary: int | None = None
 ) -> None:
     """Write the step inputs of a plan, sequences in its order. rope_boundary: see RopeTable."""
+    if plan.num_tokens == len(plan.rows):
+        _fill_decodes(inputs, plan.rows, states, rope_boundary or 0)
+    else:
+        _fill(inputs, plan, states, rope_boundary)
+
+
+def _fill_decodes(
+    inputs: StepInputs, steps: Sequence[RowStep], states: RequestStates, rope_boundary: int
+) -> None:
+    """Of sequences of one token each: so few numbers that numpy's calls would cost more than they do."""
+    inputs.cu_q[0] = num_logits = 0
+    groups = range(len(inputs.block_table))
+    for i, step in enumerate(steps):
+        row, position = states.row(step.request_id), step.start
+        index, offset = divmod(position, BLOCK_SIZE)
+        inputs.cu_q[i + 1] = i + 1
+        inputs.seq_lens[i] = position + 1
+        inputs.token_ids[i] = states.token_ids[row, position]
+        inputs.positions[i] = position
+        inputs.rope_rows[i] = position + rope_boundary if step.long_rope else position
+        for group in groups:
+            blocks = states.block_table[group, row, : index + 1]
+            inputs.block_table[group, i, : index + 1] = blocks
+            inputs.slot_mapping[group, i] = blocks[index] * BLOCK_SIZE + offset
+        for _ in range(step.num_logits):
+            inputs.sampled_rows[num_logits] = i
+            num_logits += 1
+
+
+def _fill(
+    inputs: StepInputs, plan: SchedulerOutput, states: RequestStates, rope_boundary: int | None
+) -> None:
     steps = plan.rows
     num_seqs, num_tokens = len(steps), plan.num_tokens
     rows = np.array([states.row(step.request_id) for step in steps])

@@ -34,37 +34,46 @@ class Chooser:
         count = len(params)
         if not count:
             return []
-        if count > len(self._params):
+        if count > len(self._rows):
             self._make_room(count)
-        width = len(logits[0])
+        width = logits.shape[1] if isinstance(logits, np.ndarray) else len(logits[0])
         if width > self._width:
             self._width = width
             self._scratch = np.empty(-(-self._library.octavo_choice_scratch(context, width) // 8), np.float64)
             self._scratch_address = self._scratch.ctypes.data
-        self._addresses[:count] = _addresses(logits, width)
-        self._positions[:count] = positions
-        for i, wanted in enumerate(params):
-            if wanted is not self._params[i]:
-                self._write(i, wanted)
+        rows = self._rows[:count]
+        for row, address, wanted, position in zip(
+            rows, _addresses(logits, width), params, positions, strict=True
+        ):
+            row.write(address, wanted, position)
         self._library.octavo_choose(context, self._choices, count, width, self._scratch_address)
-        token_ids: list[int] = self._token_ids[:count].tolist()
-        return token_ids
+        return [row.choice.token_id for row in rows]
 
     def _make_room(self, count: int) -> None:
-        self._table = np.zeros(count, np.dtype(Choice))
-        self._choices = self._table.ctypes.data_as(ctypes.POINTER(Choice))
-        self._addresses, self._positions = self._table["logits"], self._table["position"]
-        self._token_ids = self._table["token_id"]
-        self._params: list[SamplingParams | None] = [None] * count
+        self._choices = (Choice * count)()
+        self._rows = [_Row(choice) for choice in self._choices]
 
-    def _write(self, i: int, params: SamplingParams) -> None:
-        choice = self._table[i]
-        choice["temperature"] = params.temperature
+
+class _Row:
+    """A choice, and whose parameters are written in it."""
+
+    __slots__ = ("choice", "params")
+
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+        self.params: SamplingParams | None = None
+
+    def write(self, address: int, params: SamplingParams, position: int) -> None:
+        choice = self.choice
+        choice.logits, choice.position = address, position
+        if params is self.params:
+            return
+        self.params = params
+        choice.temperature = params.temperature
         if not params.greedy:
-            choice["seed"] = params.seed
-            choice["top_p"], choice["top_k"] = params.top_p, params.top_k
-            choice["log_min_p"] = np.log(params.min_p) if params.min_p > 0.0 else -math.inf
-        self._params[i] = params
+            choice.seed = params.seed
+            choice.top_p, choice.top_k = params.top_p, params.top_k
+            choice.log_min_p = np.log(params.min_p) if params.min_p > 0.0 else -math.inf
 
 
 def _addresses(logits: LogitsRows, width: int) -> Iterable[int]:
