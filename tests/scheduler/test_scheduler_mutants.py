@@ -84,18 +84,18 @@ MUTANTS: dict[str, tuple[Any, str, str, str]] = {
         "part.request.num_pending -= part.row.samples",
         "pass",
     ),
-    "table writes are off by one": (Scheduler, "_with_block_writes", "(first, ids)", "(first + 1, ids)"),
+    "table writes are off by one": (Scheduler, "_block_writes", "(first, ids)", "(first + 1, ids)"),
     "table writes miss the last block": (
         Scheduler,
-        "_with_block_writes",
+        "_block_writes",
         "(first, ids)",
         "(first, ids[:-1])",
     ),
     "a resumed row gets its new blocks only": (
         Scheduler,
-        "_with_block_writes",
-        "0 if everything else",
-        "0 if False else",
+        "_block_writes",
+        "if known else",
+        "if True else",
     ),
     "a hit may leave nothing to compute": (
         KVCacheManager,

@@ -110,9 +110,11 @@ class KVCacheManager:
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """Blocks that growing a request to `num_tokens` tokens would allocate."""
-        table = self._tables[request.request_id]
         count = -(-num_tokens // BLOCK_SIZE)
-        return sum(max(0, count - len(group)) for group in table.blocks)
+        missing = 0
+        for group in self._tables[request.request_id].blocks:
+            missing += max(0, count - len(group))
+        return missing
 
     def match_prefix(self, request: Request) -> PrefixMatch:
         """The longest cached prefix, in whole blocks, that leaves every position to compute whose logits
