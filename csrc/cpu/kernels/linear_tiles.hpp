@@ -50,6 +50,10 @@ template <int R>
 OCTAVO_INLINE void clear(F32x16 (&acc)[R]) {
   for (int row = 0; row < R; ++row) acc[row] = zero_f32x16();
 }
+template <int R>
+OCTAVO_INLINE void clear(I32x16 (&dot)[R]) {
+  for (int row = 0; row < R; ++row) dot[row] = zero_i32x16();
+}
 
 // acc = fma(float(sum_k q * i), d * s, acc), for R rows and 16 outputs.
 template <int R>
@@ -83,9 +87,9 @@ OCTAVO_INLINE void prefetch_ahead(const Block& block) {
 // Where a product takes long, a few rows are summed in several chains each (chains_for).
 
 template <int C, int R>
-OCTAVO_INLINE void clear(I32x16 (&chains)[C][R]) {
+OCTAVO_INLINE void start_from(const I32x16 (&dot)[R], I32x16 (&chains)[C][R]) {
   for (int c = 0; c < C; ++c) {
-    for (int row = 0; row < R; ++row) chains[c][row] = zero_i32x16();
+    for (int row = 0; row < R; ++row) chains[c][row] = c == 0 ? dot[row] : zero_i32x16();
   }
 }
 
@@ -97,13 +101,15 @@ OCTAVO_INLINE void add_up(const I32x16 (&chains)[C][R], I32x16 (&dot)[R]) {
   }
 }
 
+// Each adds to what `dot` holds.
+
 // Nibbles, int16 activations in q4m's order.
 template <int R>
 OCTAVO_INLINE void dot_nibbles(const uint8_t (*quants)[4 * kPanel], const int16_t* x,
                                I32x16 (&dot)[R]) {
   constexpr int kChains = chains_for(R);
   I32x16 chains[kChains][R];
-  clear(chains);
+  start_from(dot, chains);
 OCTAVO_UNROLL(4)
   for (int eight = 0; eight < kGroup / 8; ++eight) {
     const Bytes64 both = load_bytes(quants[eight]);
@@ -125,7 +131,7 @@ template <int R>
 OCTAVO_INLINE void dot_nibbles(const uint8_t (*quants)[4 * kPanel], const int8_t* x,
                                I32x16 (&dot)[R]) {
   QuadSums sums[R];
-  for (int row = 0; row < R; ++row) sums[row] = zero_quad_sums();
+  for (int row = 0; row < R; ++row) sums[row] = start_quad_sums(dot[row]);
 OCTAVO_UNROLL(4)
   for (int eight = 0; eight < kGroup / 8; ++eight) {
     const Bytes64 both = load_bytes(quants[eight]);
@@ -140,7 +146,7 @@ OCTAVO_UNROLL(12)
       sums[row] = multiply_add(high, x + row * kGroup + 8 * eight + 4, sums[row]);
     }
   }
-  for (int row = 0; row < R; ++row) dot[row] = to_i32(sums[row]);
+  for (int row = 0; row < R; ++row) dot[row] = end_quad_sums(dot[row], sums[row]);
 }
 
 // Bytes, the first `pairs` of two k's. x is R rows of a whole group.
@@ -149,7 +155,7 @@ OCTAVO_INLINE void dot_bytes(const int8_t (*quants)[2 * kPanel], int pairs, cons
                              I32x16 (&dot)[R]) {
   constexpr int kChains = chains_for(R);
   I32x16 chains[kChains][R];
-  clear(chains);
+  start_from(dot, chains);
 OCTAVO_UNROLL(16)
   for (int pair = 0; pair < pairs; ++pair) {
     const Words32 weights = load_widened(quants[pair]);
@@ -174,6 +180,7 @@ OCTAVO_INLINE void quantized_tile(const Q4mBlock* panel, int groups, TileRows<T>
     const Q4mBlock& block = panel[group];
     prefetch_ahead(block);
     I32x16 dot[R];
+    clear(dot);
     dot_nibbles<R>(block.quants, rows.quants, dot);
     add_scaled<R>(acc, dot, block.scales, rows.scales);
     add_mins<R>(acc, block.mins, rows.sums);
@@ -192,8 +199,8 @@ OCTAVO_INLINE void quantized_tile(const Q4Block* panel, int groups, TileRows<T> 
     const Q4Block& block = panel[group];
     prefetch_ahead(block);
     I32x16 dot[R];
+    for (int row = 0; row < R; ++row) dot[row] = broadcast_i32x16(rows.sums + row);
     dot_nibbles<R>(block.quants, rows.quants, dot);
-    for (int row = 0; row < R; ++row) dot[row] = add_to_all(dot[row], -8.0f * rows.sums[row]);
     add_scaled<R>(acc, dot, block.scales, rows.scales);
     rows.next_group(R);
   }
@@ -209,6 +216,7 @@ OCTAVO_INLINE void quantized_tile(const Q8Block* panel, int groups, TileRows<int
     const Q8Block& block = panel[group];
     prefetch_ahead(block);
     I32x16 dot[R];
+    clear(dot);
     dot_bytes<R>(block.quants, kGroup / 2, rows.quants, dot);
     add_scaled<R>(acc, dot, block.scales, rows.scales);
     rows.next_group(R);
@@ -228,6 +236,7 @@ OCTAVO_INLINE void quantized_tile(const Q8g16Block* panel, int groups, TileRows<
     prefetch_ahead(block);
     for (int half = 0; half < 2; ++half) {
       I32x16 dot[R];
+      clear(dot);
       dot_bytes<R>(block.quants + half * kHalf / 2, kHalf / 2, rows.quants + half * kHalf, dot);
       add_scaled<R>(acc, dot, block.scales[half], rows.scales);
     }

@@ -36,10 +36,11 @@ OCTAVO_INLINE I32x16 zero_i32x16() { return {_mm256_setzero_si256(), _mm256_setz
 OCTAVO_INLINE I32x16 add(I32x16 a, I32x16 b) {
   return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)};
 }
-// a + x in each lane; x is a whole number, or NaN: then some integer.
-OCTAVO_INLINE I32x16 add_to_all(I32x16 a, float x) {
-  const __m256i b = _mm256_cvtps_epi32(_mm256_set1_ps(x));
-  return {_mm256_add_epi32(a.low, b), _mm256_add_epi32(a.high, b)};
+// The int32 whose bits lie at p, in each lane.
+OCTAVO_INLINE I32x16 broadcast_i32x16(const float* p) {
+  int32_t bits;
+  memcpy(&bits, p, sizeof bits);
+  return {_mm256_set1_epi32(bits), _mm256_set1_epi32(bits)};
 }
 OCTAVO_INLINE F32x16 to_float(I32x16 a) {
   return {{_mm256_cvtepi32_ps(a.low)}, {_mm256_cvtepi32_ps(a.high)}};
@@ -74,7 +75,7 @@ OCTAVO_INLINE Bytes64 high_nibbles(Bytes64 a) {
   return {_mm256_and_si256(_mm256_srli_epi16(a.low, 4), mask),
           _mm256_and_si256(_mm256_srli_epi16(a.high, 4), mask)};
 }
-OCTAVO_INLINE QuadSums zero_quad_sums() {
+OCTAVO_INLINE QuadSums start_quad_sums(I32x16) {
   return {_mm256_setzero_si256(), _mm256_setzero_si256()};
 }
 
@@ -87,9 +88,10 @@ OCTAVO_INLINE QuadSums multiply_add(Bytes64 weights, const int8_t* quad, QuadSum
   return {keep_order(_mm256_add_epi16(sum.low, _mm256_maddubs_epi16(weights.low, x))),
           keep_order(_mm256_add_epi16(sum.high, _mm256_maddubs_epi16(weights.high, x)))};
 }
-OCTAVO_INLINE I32x16 to_i32(QuadSums a) {
+// start plus the sums that were started from it.
+OCTAVO_INLINE I32x16 end_quad_sums(I32x16 start, QuadSums a) {
   const __m256i ones = _mm256_set1_epi16(1);
-  return {_mm256_madd_epi16(a.low, ones), _mm256_madd_epi16(a.high, ones)};
+  return add(start, {_mm256_madd_epi16(a.low, ones), _mm256_madd_epi16(a.high, ones)});
 }
 
 // -- dot products with int16 activations --------------------------------------------------------

@@ -32,9 +32,11 @@ OCTAVO_INLINE F32x16 fma(F32x16 a, float b, F32x16 c) {
 }
 OCTAVO_INLINE I32x16 zero_i32x16() { return {_mm512_setzero_si512()}; }
 OCTAVO_INLINE I32x16 add(I32x16 a, I32x16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
-// a + x in each lane; x is a whole number, or NaN: then some integer.
-OCTAVO_INLINE I32x16 add_to_all(I32x16 a, float x) {
-  return {_mm512_add_epi32(a.v, _mm512_cvtps_epi32(_mm512_set1_ps(x)))};
+// The int32 whose bits lie at p, in each lane.
+OCTAVO_INLINE I32x16 broadcast_i32x16(const float* p) {
+  int32_t bits;
+  memcpy(&bits, p, sizeof bits);
+  return {_mm512_set1_epi32(bits)};
 }
 OCTAVO_INLINE F32x16 to_float(I32x16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 
@@ -53,13 +55,13 @@ OCTAVO_INLINE Bytes64 low_nibbles(Bytes64 a) {
 OCTAVO_INLINE Bytes64 high_nibbles(Bytes64 a) {
   return low_nibbles({_mm512_srli_epi16(a.v, 4)});
 }
-OCTAVO_INLINE QuadSums zero_quad_sums() { return zero_i32x16(); }
+OCTAVO_INLINE QuadSums start_quad_sums(I32x16 start) { return start; }
 OCTAVO_INLINE QuadSums multiply_add(Bytes64 weights, const int8_t* quad, QuadSums sum) {
   int32_t bits;
   memcpy(&bits, quad, sizeof bits);
   return {_mm512_dpbusd_epi32(sum.v, weights.v, _mm512_set1_epi32(bits))};
 }
-OCTAVO_INLINE I32x16 to_i32(QuadSums a) { return a; }
+OCTAVO_INLINE I32x16 end_quad_sums(I32x16, QuadSums a) { return a; }
 
 // -- dot products with int16 activations --------------------------------------------------------
 

@@ -41,11 +41,12 @@ OCTAVO_INLINE I32x16 add(I32x16 a, I32x16 b) {
   for (int i = 0; i < 4; ++i) a.v[i] = vaddq_s32(a.v[i], b.v[i]);
   return a;
 }
-// a + x in each lane; x is a whole number, or NaN: then some integer.
-OCTAVO_INLINE I32x16 add_to_all(I32x16 a, float x) {
-  const int32x4_t b = vcvtnq_s32_f32(vdupq_n_f32(x));
-  for (int32x4_t& lanes : a.v) lanes = vaddq_s32(lanes, b);
-  return a;
+// The int32 whose bits lie at p, in each lane.
+OCTAVO_INLINE I32x16 broadcast_i32x16(const float* p) {
+  int32_t bits;
+  memcpy(&bits, p, sizeof bits);
+  const int32x4_t lanes = vdupq_n_s32(bits);
+  return {{lanes, lanes, lanes, lanes}};
 }
 OCTAVO_INLINE F32x16 to_float(I32x16 a) {
   return {{vcvtq_f32_s32(a.v[0]), vcvtq_f32_s32(a.v[1])},
@@ -79,7 +80,7 @@ OCTAVO_INLINE int8x16_t broadcast_quad(const int8_t* quad) {
 #if defined(__ARM_FEATURE_DOTPROD)
 using QuadSums = I32x16;
 
-OCTAVO_INLINE QuadSums zero_quad_sums() { return zero_i32x16(); }
+OCTAVO_INLINE QuadSums start_quad_sums(I32x16 start) { return start; }
 OCTAVO_INLINE QuadSums multiply_add(Bytes64 weights, const int8_t* quad, QuadSums sum) {
   const int8x16_t x = broadcast_quad(quad);
   for (int i = 0; i < 4; ++i) {
@@ -87,13 +88,13 @@ OCTAVO_INLINE QuadSums multiply_add(Bytes64 weights, const int8_t* quad, QuadSum
   }
   return sum;
 }
-OCTAVO_INLINE I32x16 to_i32(QuadSums a) { return a; }
+OCTAVO_INLINE I32x16 end_quad_sums(I32x16, QuadSums a) { return a; }
 #else
 struct QuadSums {
   int16x8_t v[4];  // pairs of products added
 };
 
-OCTAVO_INLINE QuadSums zero_quad_sums() {
+OCTAVO_INLINE QuadSums start_quad_sums(I32x16) {
   const int16x8_t none = vdupq_n_s16(0);
   return {{none, none, none, none}};
 }
@@ -108,8 +109,9 @@ OCTAVO_INLINE QuadSums multiply_add(Bytes64 weights, const int8_t* quad, QuadSum
   }
   return sum;
 }
-OCTAVO_INLINE I32x16 to_i32(QuadSums a) {
-  return {{vpaddlq_s16(a.v[0]), vpaddlq_s16(a.v[1]), vpaddlq_s16(a.v[2]), vpaddlq_s16(a.v[3])}};
+// start plus the sums that were started from it.
+OCTAVO_INLINE I32x16 end_quad_sums(I32x16 start, QuadSums a) {
+  return add(start, {{vpaddlq_s16(a.v[0]), vpaddlq_s16(a.v[1]), vpaddlq_s16(a.v[2]), vpaddlq_s16(a.v[3])}});
 }
 #endif
 

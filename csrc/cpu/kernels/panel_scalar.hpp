@@ -37,11 +37,11 @@ OCTAVO_INLINE I32x16 add(I32x16 a, I32x16 b) {
   for (int i = 0; i < 16; ++i) a.v[i] += b.v[i];
   return a;
 }
-// a + x in each lane; x is a whole number, or NaN: then some integer.
-OCTAVO_INLINE I32x16 add_to_all(I32x16 a, float x) {
-  if (x != x) return a;
-  for (int i = 0; i < 16; ++i) a.v[i] += static_cast<int32_t>(x);
-  return a;
+// The int32 whose bits lie at p, in each lane.
+OCTAVO_INLINE I32x16 broadcast_i32x16(const float* p) {
+  I32x16 r;
+  for (int32_t& lane : r.v) memcpy(&lane, p, sizeof lane);
+  return r;
 }
 OCTAVO_INLINE F32x16 to_float(I32x16 a) {
   F32x16 r;
@@ -72,12 +72,12 @@ OCTAVO_INLINE Bytes64 high_nibbles(Bytes64 a) {
   for (int i = 0; i < 64; ++i) a.v[i] >>= 4;
   return a;
 }
-OCTAVO_INLINE QuadSums zero_quad_sums() { return {}; }
+OCTAVO_INLINE QuadSums start_quad_sums(I32x16 start) { return start; }
 OCTAVO_INLINE QuadSums multiply_add(Bytes64 weights, const int8_t* quad, QuadSums sum) {
   for (int i = 0; i < 64; ++i) sum.v[i / 4] += weights.v[i] * quad[i % 4];
   return sum;
 }
-OCTAVO_INLINE I32x16 to_i32(QuadSums a) { return a; }
+OCTAVO_INLINE I32x16 end_quad_sums(I32x16, QuadSums a) { return a; }
 
 // -- dot products with int16 activations --------------------------------------------------------
 

@@ -30,26 +30,26 @@ struct RoughForQ4m {
   using Quant = int8_t;
   static constexpr float kLargest = 127.0f;
   static constexpr bool kSwapMiddle = false;
-  static constexpr bool kScaleSums = true;
+  static constexpr bool kOffsets = false;
 };
 struct ForQ4m {
   using Quant = int16_t;
   static constexpr float kLargest = 32767.0f;
   static constexpr bool kSwapMiddle = true;  // each four stored as 0 2 1 3: q4m's nibbles in words
-  static constexpr bool kScaleSums = true;
+  static constexpr bool kOffsets = false;
 };
 struct ForQ8 {
   using Quant = int16_t;
   static constexpr float kLargest = 4095.0f;
   static constexpr bool kSwapMiddle = false;
-  static constexpr bool kScaleSums = true;
+  static constexpr bool kOffsets = false;
 };
-// q4's tiles take 8 * sum(quants) from an integer sum.
+// q4's weights are q - 8: its dot products start from -8 * sum(quants).
 struct RoughForQ4 : RoughForQ4m {
-  static constexpr bool kScaleSums = false;
+  static constexpr bool kOffsets = true;
 };
 struct ForQ4 : ForQ4m {
-  static constexpr bool kScaleSums = false;
+  static constexpr bool kOffsets = true;
 };
 
 // Quantised rows, in tiles of kRowTile rows. The last tile has the R of kRowTiles that holds what is
@@ -58,7 +58,7 @@ struct ForQ4 : ForQ4m {
 //   quants  tile [group][R][32]     the order in which a pass over a panel reads them
 //   scales  tile [group][R]
 //   sums    tile [group][R]         scale * sum(quants), what a weight's min multiplies; for q4,
-//                                   sum(quants), exact
+//                                   -8 * sum(quants), the bits of an int32
 template <class Kind>
 struct QuantizedRows {
   using T = typename Kind::Quant;
@@ -117,8 +117,13 @@ OCTAVO_INLINE void quantize_group(const float* x, typename Kind::Quant* quants, 
   }
   store_narrow(quants, q);
   *scale = magnitude / largest;
-  *sum = static_cast<float>(sum_lanes(total));
-  if (Kind::kScaleSums) *sum *= *scale;
+  const int32_t whole = sum_lanes(total);
+  if (Kind::kOffsets) {
+    const int32_t offset = -8 * whole;
+    memcpy(sum, &offset, sizeof offset);
+  } else {
+    *sum = *scale * static_cast<float>(whole);
+  }
 }
 
 template <class Kind>
