@@ -9,23 +9,25 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from octavo.config.schema import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.core_client import Client, Deliver, OnDeath, ThreadClient
 from octavo.engine.fingerprint import fingerprint
 from octavo.engine.model_info import ModelInfo
-from octavo.engine.text import Text
 from octavo.executor.uniproc import UniprocExecutor
-from octavo.input.input_processor import InputProcessor
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.kv_cache.sizing import MemoryBill, make_bill
-from octavo.output.output_processor import OutputProcessor
 from octavo.platforms import cpu
 from octavo.runner.cpu_model_runner import CPUModelRunner
 from octavo.runner.model_runner import ModelRunner
 from octavo.scheduler.policy import Policy
 from octavo.scheduler.scheduler import Scheduler, SchedulerLimits
+
+if TYPE_CHECKING:
+    from octavo.input.input_processor import InputProcessor
+    from octavo.output.output_processor import OutputProcessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,8 @@ class Engine:
 
 def build_engine(config: EngineConfig) -> Engine:
     """An engine for a config, loaded and ready to step."""
+    from octavo.output.output_processor import OutputProcessor
+
     made: list[InputProcessor] = []
     # First: a tokenizer that can't be served should not cost a load.
     core, info = build_core(
@@ -124,6 +128,8 @@ def bill_for(config: EngineConfig, runner: ModelRunner) -> MemoryBill:
 
 def input_processor(config: EngineConfig, runner: ModelRunner) -> InputProcessor:
     """What turns text into requests for the runner's model."""
+    from octavo.engine.text import Text  # a process for the core alone has no use for it
+
     return Text.of(config, runner.checkpoint).inputs(
         max_model_len=runner.max_model_len, vocab_size=runner.program.vocab_size
     )

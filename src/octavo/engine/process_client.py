@@ -11,15 +11,17 @@ import threading
 import uuid
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import zmq
 
 from octavo.engine import stats_socket, wire
-from octavo.engine.core_client import Deliver, OnDeath
 from octavo.errors import EngineDeadError
 from octavo.messages import EngineRequest
 from octavo.observability.stats import EngineStats
+
+if TYPE_CHECKING:
+    from octavo.engine.core_client import Deliver, OnDeath
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 import zmq
@@ -28,16 +28,17 @@ import zmq
 from octavo import errors
 from octavo.config.schema import EngineConfig
 from octavo.engine import wire
-from octavo.engine.core_client import Client, Deliver, OnDeath
 from octavo.engine.engine_state import EngineState
 from octavo.engine.model_info import ModelInfo
 from octavo.engine.process_client import Listener, ProcessClient
 from octavo.engine.pulse import PULSE_FILE, Pulse
-from octavo.engine.text import Text
 from octavo.errors import EngineDeadError, OctavoError
-from octavo.input.input_processor import InputProcessor
-from octavo.output.output_processor import OutputProcessor
 from octavo.weights.sources import resolve_model
+
+if TYPE_CHECKING:
+    from octavo.engine.core_client import Client, Deliver, OnDeath
+    from octavo.input.input_processor import InputProcessor
+    from octavo.output.output_processor import OutputProcessor
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +120,10 @@ class EngineProcess:
         engine = cls(config)
         engine._thread.start()
         try:
+            # Not before: the engine loads while these are imported.
+            from octavo.engine.text import Text
+            from octavo.output.output_processor import OutputProcessor
+
             meanwhile()
             text = Text.read(config, path)
             engine._settled.wait()
