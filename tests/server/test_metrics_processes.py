@@ -59,7 +59,7 @@ def test_an_engine_that_stands_still_is_not_up_and_the_rest_is_told(tiny_path: P
         assert before("octavo_gc_pause_seconds_count", process="engine", generation="2") >= 1  # settling
         assert before.by_label("octavo_tokens_total")["generated"] == 3
         assert before("octavo_step_seconds_count") == 3
-        (engine,) = children(server.process.pid, "octavo.engine.core_process")
+        (engine,) = children(server.process.pid, "octavo.engine")
         os.kill(engine, signal.SIGSTOP)
         try:
             stopped = scrape(server)

@@ -33,7 +33,7 @@ def children(pid: int, module: str) -> list[int]:
 
 
 def engine_of(server: Server) -> int:
-    (pid,) = children(server.process.pid, "octavo.engine.core_process")
+    (pid,) = children(server.process.pid, "octavo.engine")
     return pid
 
 

@@ -24,7 +24,8 @@ from octavo.quantization.formats import Format
 from octavo.runner.model_runner import ModelRunner
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.hf_config import normalised
-from octavo.weights.safetensors_checkpoint import INDEX, SafetensorsCheckpoint
+from octavo.weights.model_directory import INDEX
+from octavo.weights.safetensors_checkpoint import SafetensorsCheckpoint
 from tiny_models import TinyModel, make_llama_directory
 
 SINGLE = "model.safetensors"

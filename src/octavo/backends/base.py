@@ -17,10 +17,12 @@ import torch
 from octavo.program.ir import Weight
 from octavo.program.planner import KernelTable, Limits, SealedProgram
 from octavo.quantization.conversion import StoredRows
-from octavo.sampling.choice import LogitsRows
 from octavo.sampling_params import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
+Logits = npt.NDArray[np.float32]
+#: Rows of logits [vocab]: one by one, or an array of them.
+LogitsRows = Sequence[Logits] | Logits
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """An engine core in a process of its own: what the supervisor starts.
 
-    python -m octavo.engine.core_process DIRECTORY PIPE
+    python -m octavo.engine DIRECTORY PIPE
 
 The config comes as one line of JSON on standard input, which then stays open for as long as the parent
 lives. Rule: this process ends when the parent is gone, however that ended, and before it ends by itself it
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import shutil
@@ -126,8 +127,9 @@ def main() -> None:
             directory / _SOCKET,
             lambda: msgspec.structs.replace(core.stats(), gc_pauses=pauses.snapshot()),
         )
-        settle_garbage_collector()
         os.write(pipe, wire.encode(wire.Ready(info, fronts.address)))
+        gc.enable()
+        settle_garbage_collector()  # while the front end gets ready
         serve(core, fronts, pulse)
     except BaseException as error:
         failed = wire.Failed(type(error).__name__, str(error), traceback.format_exc())
@@ -146,7 +148,3 @@ def _die_with_parent(directory: Path) -> None:
         os._exit(0)
 
     threading.Thread(target=wait_for_end, name="octavo-parent", daemon=True).start()
-
-
-if __name__ == "__main__":
-    main()

@@ -231,7 +231,7 @@ class EngineProcess:
         pulse = Pulse.create(directory / PULSE_FILE)
         read, write = os.pipe()
         try:
-            command = [sys.executable, "-m", "octavo.engine.core_process", str(directory), str(write)]
+            command = [sys.executable, "-m", "octavo.engine", str(directory), str(write)]
             # A session of its own: Ctrl-C in the terminal is the front end's to answer.
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, pass_fds=(write,), start_new_session=True

@@ -26,8 +26,8 @@ from octavo.quantization.pack_quantized import BITS, pack_rows, quantization_con
 from octavo.quantization.quantize import Quantize, quantize
 from octavo.weights.convert_sources import Source, SourceTensor, num_rows
 from octavo.weights.fetching import lack_of_room, progress_bar
+from octavo.weights.model_directory import CONFIG
 from octavo.weights.quantize_on_load import PROJECTION
-from octavo.weights.safetensors_checkpoint import CONFIG
 from octavo.weights.safetensors_writer import (
     MAX_SHARD_BYTES,
     PlannedTensor,

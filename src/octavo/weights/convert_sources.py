@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from octavo.errors import CheckpointError
 from octavo.weights.hub import is_beside
-from octavo.weights.safetensors import SafetensorsFile
-from octavo.weights.safetensors_checkpoint import (
+from octavo.weights.model_directory import (
     CONFIG,
     INDEX,
     MAX_CONFIG_BYTES,
@@ -27,6 +26,7 @@ from octavo.weights.safetensors_checkpoint import (
     SINGLE,
     read_json_object,
 )
+from octavo.weights.safetensors import SafetensorsFile
 
 #: Taken along besides what is fetched from a hub: for other programs, and the licence.
 _ALSO_TAKEN = re.compile(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.errors import CheckpointError, UnsupportedModelError
-from octavo.weights.safetensors_checkpoint import CONFIG, INDEX, MAX_INDEX_BYTES, SINGLE, read_json_object
+from octavo.weights.model_directory import CONFIG, INDEX, MAX_INDEX_BYTES, SINGLE, read_json_object
 
 HUGGING_FACE, MODELSCOPE = "hf", "modelscope"
 _SHOWN_FILES = 40

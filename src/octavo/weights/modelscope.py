@@ -30,7 +30,7 @@ from octavo.config import env
 from octavo.errors import CheckpointError, ConfigError, DownloadError, ModelNotFoundError
 from octavo.weights.fetching import Fetched, check_room, locked, progress_bar, sha256_of
 from octavo.weights.hub import Choice, HubId, cached_choice, choose_files, is_safe
-from octavo.weights.safetensors_checkpoint import read_json_object
+from octavo.weights.model_directory import read_json_object
 
 logger = logging.getLogger(__name__)
 

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from octavo.errors import CheckpointError
 from octavo.weights import pages
+from octavo.weights.model_directory import unique_keys
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_DIMS = 8
@@ -137,16 +138,6 @@ def _parse(path: Path, data: bytes) -> Any:
         return json.loads(data.decode(), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         _fail(path, f"its header can't be read: {_short(error)}")
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For json.loads: an object whose keys differ, or ValueError. JSON's own rule is that the last wins."""
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"{key[:200]!r} appears twice")
-        result[key] = value
-    return result
 
 
 def _info(path: Path, name: str, entry: Any, start: int, room: int) -> SafetensorsInfo:

@@ -8,7 +8,6 @@ opened: reading a pickle can run code.
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -17,15 +16,18 @@ from typing import Any
 from octavo.errors import CheckpointError, UnsupportedModelError
 from octavo.weights.checkpoint import Checkpoint, TensorFile, TensorInfo
 from octavo.weights.hf_config import normalised
+from octavo.weights.model_directory import (
+    CONFIG,
+    GENERATION_CONFIG,
+    INDEX,
+    MAX_CONFIG_BYTES,
+    MAX_INDEX_BYTES,
+    SINGLE,
+    read_json_object,
+)
 from octavo.weights.quantized.view import open_quantized
-from octavo.weights.safetensors import SafetensorsFile, unique_keys
+from octavo.weights.safetensors import SafetensorsFile
 
-CONFIG = "config.json"
-GENERATION_CONFIG = "generation_config.json"
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-MAX_CONFIG_BYTES = 4 << 20
-MAX_INDEX_BYTES = 100_000_000
 #: Kept by files of older versions of transformers; models compute it anew.
 _RECOMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
@@ -133,21 +135,6 @@ class SafetensorsCheckpoint(Checkpoint):
         if self.config["tie_word_embeddings"] and "lm_head.weight" not in packed:
             left.discard("lm_head.weight")  # some files keep the tied copy
         return self._quantized.without_idle(left) if self._quantized else left
-
-
-def read_json_object(path: Path, limit: int) -> dict[str, Any]:
-    """A JSON object of at most `limit` bytes; CheckpointError names the file."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(limit + 1)
-        if len(data) > limit:
-            raise CheckpointError(f"{path} is longer than {limit} bytes")
-        value = json.loads(data.decode(), object_pairs_hook=unique_keys)
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} can't be read: {str(error)[:200]}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return value
 
 
 def _without_weights(path: Path) -> CheckpointError | UnsupportedModelError:

@@ -19,8 +19,8 @@ from typing import IO
 import numpy as np
 import numpy.typing as npt
 
+from octavo.weights.model_directory import INDEX, SINGLE
 from octavo.weights.safetensors import DTYPES
-from octavo.weights.safetensors_checkpoint import INDEX, SINGLE
 
 MAX_SHARD_BYTES = 4_000_000_000
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from octavo.backends.base import DeviceMemory, StepInputs, WeightRows
+from octavo.backends.base import DeviceMemory, LogitsRows, StepInputs, WeightRows
 from octavo.backends.native import library
 from octavo.backends.native.choosing import Chooser
 from octavo.backends.native.library import (
@@ -54,7 +54,6 @@ from octavo.program.planner import ALIGNMENT, PlannedOp, SealedProgram
 from octavo.quantization.conversion import pieces
 from octavo.quantization.formats import Format
 from octavo.quantization.quantize import Bytes, Floats
-from octavo.sampling.choice import LogitsRows
 from octavo.sampling_params import SamplingParams
 
 _FORMATS = {format_: FormatCode[format_.name] for format_ in Format}

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from octavo.backends.base import Logits, LogitsRows
 from octavo.backends.native.library import Choice
-from octavo.sampling.choice import Logits, LogitsRows
 from octavo.sampling_params import SamplingParams
 
 
