@@ -128,8 +128,8 @@ def main() -> None:
             lambda: msgspec.structs.replace(core.stats(), gc_pauses=pauses.snapshot()),
         )
         os.write(pipe, wire.encode(wire.Ready(info, fronts.address)))
-        gc.enable()
-        settle_garbage_collector()  # while the front end gets ready
+        gc.enable()  # __main__ turned it off
+        settle_garbage_collector()  # now, while the front end gets ready
         serve(core, fronts, pulse)
     except BaseException as error:
         failed = wire.Failed(type(error).__name__, str(error), traceback.format_exc())

@@ -1,8 +1,8 @@
 """Choosing tokens in the native library: rows of logits go in as addresses, ids come out.
 
 Rule: what it computes is said in octavo/sampling/choice.py; here it only crosses the border. A step finds the
-processor's caches full of weights, so little is touched: rows stay as they are while the same request is in
-them.
+processor's caches full of weights, so little is touched: parameters stay written while the same request has
+the row.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ class _Row:
         choice.logits, choice.position = address, position
         if params is self.params:
             return
-        self.params = params
         choice.temperature = params.temperature
         if not params.greedy:
             choice.seed = params.seed
             choice.top_p, choice.top_k = params.top_p, params.top_k
             choice.log_min_p = np.log(params.min_p) if params.min_p > 0.0 else -math.inf
+        self.params = params
 
 
 def _addresses(logits: LogitsRows, width: int) -> Iterable[int]:
