@@ -44,7 +44,7 @@ def test_it_says_that_it_can(backend: NativeBackend) -> None:
 PARAMS = st.builds(
     SamplingParams,
     seed=st.integers(0, 2**64 - 1),
-    temperature=st.sampled_from([0.0, 1e-5, 0.3, 1.0, 2.0, 1e30, 1e300]),
+    temperature=st.sampled_from([0.0, 5e-324, 1e-6, 1e-5, 0.3, 1.0, 2.0, 1e30, 1e300]),
     top_k=st.sampled_from([0, 1, 5, 40, 100, 2**31 - 1]),
     top_p=st.sampled_from([5e-324, 0.1, 0.5, 0.9, 0.999, 1.0]),
     min_p=st.sampled_from([0.0, 1e-3, 0.1, 1.0]),
@@ -111,6 +111,15 @@ def test_what_is_no_number(
     for place, value in poison:
         logits[0, place % width] = value
     for params in (SamplingParams(temperature=0), SamplingParams(seed=1), SamplingParams(seed=1, top_p=0.5)):
+        check(backend, logits, [params])
+
+
+def test_nothing_of_the_request_before_is_left_in_a_row(backend: NativeBackend) -> None:
+    """Ties, which noise would decide: who samples leaves nothing to the greedy, nor the other way round."""
+    logits = np.zeros((1, 200), np.float32)
+    sampled, filtered = SamplingParams(seed=3), SamplingParams(seed=4, top_k=3, top_p=0.5, min_p=0.1)
+    greedy, nearly = SamplingParams(temperature=0), SamplingParams(seed=5, temperature=1e-6)
+    for params in (sampled, greedy, filtered, nearly, sampled, filtered, greedy):
         check(backend, logits, [params])
 
 

@@ -68,7 +68,7 @@ class _Row:
         choice.logits, choice.position = address, position
         if params is self.params:
             return
-        choice.temperature = params.temperature
+        choice.temperature = 0.0 if params.greedy else params.temperature
         if not params.greedy:
             choice.seed = params.seed
             choice.top_p, choice.top_k = params.top_p, params.top_k
