@@ -151,7 +151,7 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=cpu.num_threads())
-    parser.add_argument("--activation-bits", choices=ACTIVATION_BITS, default="16")
+    parser.add_argument("--activation-bits", choices=ACTIVATION_BITS, default="mixed")
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     console = Console(stderr=True)

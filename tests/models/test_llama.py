@@ -41,7 +41,9 @@ def tolerance(tiny: TinyModel, logits: npt.NDArray[np.float64]) -> float:
 
 
 def predict(path: Path, ids: list[list[int]], **settings: Any) -> npt.NDArray[np.float32]:
-    runner = ModelRunner(path, resolve({"backend": "torch", "threads": 1} | settings).config)
+    runner = ModelRunner(
+        path, resolve({"backend": "torch", "threads": 1, "activation_bits": "16"} | settings).config
+    )
     try:
         return runner.predict(ids)
     finally:

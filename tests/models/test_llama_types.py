@@ -134,7 +134,7 @@ def test_quantised_arithmetic_on_torch_is_the_natives(tmp_path: Path) -> None:
 
     tiny = make_llama_gguf(tmp_path, quantization="Q4_K", **SHAPE)
     ids = random_ids(20)
-    config = resolve({"threads": 1, "max_model_len": 32}).config
+    config = resolve({"threads": 1, "max_model_len": 32, "activation_bits": "16"}).config
     runner = ModelRunner(tiny.path, config, backend=TorchBackend(quantized=True, num_threads=1))
     found = runner.predict(ids)
     runner.close()

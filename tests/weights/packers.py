@@ -213,7 +213,8 @@ def assert_logits(tiny: TinyModel) -> None:
 
 
 def predict(path: Path, ids: list[list[int]], backend: str = "torch") -> npt.NDArray[np.float32]:
-    runner = ModelRunner(path, resolve({"backend": backend, "threads": 1, "max_model_len": 32}).config)
+    settings = {"backend": backend, "threads": 1, "max_model_len": 32, "activation_bits": "16"}
+    runner = ModelRunner(path, resolve(settings).config)
     try:
         return runner.predict(ids)
     finally:
