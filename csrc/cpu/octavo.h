@@ -35,7 +35,7 @@ enum OctavoFormat {
   OCTAVO_NUM_FORMATS
 };
 
-enum OctavoDType { OCTAVO_DTYPE_F32, OCTAVO_DTYPE_F16, OCTAVO_NUM_DTYPES };
+enum OctavoDType { OCTAVO_DTYPE_F32, OCTAVO_DTYPE_F16, OCTAVO_DTYPE_BF16, OCTAVO_NUM_DTYPES };
 
 /* Of gated activations: their contracts are in octavo/program/ir.py. */
 enum OctavoActivation {

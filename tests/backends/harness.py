@@ -200,22 +200,20 @@ class Rig:
 
     # -- KV -----------------------------------------------------------------------------------
 
-    def pages(self, layer: int) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]:
+    def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of a layer's K [blocks, kv_heads, head_dim, 16] and V [blocks, kv_heads, 16, head_dim]."""
         kv = self.program.kv_layers[layer]
         _, storage = self.program.kv_places[layer]
-        dtype = np.float16 if kv.dtype is DType.F16 else np.float32
-        pages = (
-            self.memory.kv[storage].numpy().view(dtype).reshape(-1, 2, kv.kv_heads, kv.head_dim * BLOCK_SIZE)
-        )
-        k = pages[:, 0].reshape(-1, kv.kv_heads, kv.head_dim, BLOCK_SIZE)
-        v = pages[:, 1].reshape(-1, kv.kv_heads, BLOCK_SIZE, kv.head_dim)
+        dtype = {DType.F32: torch.float32, DType.F16: torch.float16, DType.BF16: torch.bfloat16}[kv.dtype]
+        pages = self.memory.kv[storage].view(dtype).view(-1, 2, kv.kv_heads, kv.head_dim * BLOCK_SIZE)
+        k = pages[:, 0].view(-1, kv.kv_heads, kv.head_dim, BLOCK_SIZE)
+        v = pages[:, 1].view(-1, kv.kv_heads, BLOCK_SIZE, kv.head_dim)
         return k, v
 
     def stored_kv(self, seq: Seq, layer: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """K and V of a sequence's computed tokens, each [tokens, kv_heads, head_dim]."""
         group, _ = self.program.kv_places[layer]
-        k, v = self.pages(layer)
+        k, v = (pages.float().numpy() for pages in self.pages(layer))
         blocks = seq.blocks[group]
         keys = k[blocks].transpose(0, 3, 1, 2).reshape(-1, k.shape[1], k.shape[2])
         values = v[blocks].transpose(0, 2, 1, 3).reshape(-1, v.shape[1], v.shape[3])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from harness import (
     NATIVE_ISAS,
     NATIVE_VARIANTS,
@@ -138,6 +139,12 @@ def reference(
 # -- rotation and the cache ---------------------------------------------------------------------
 
 
+def rounded(x: F32Array, dtype: DType) -> F32Array:
+    """x as a cache of that type holds it."""
+    element = {DType.F32: torch.float32, DType.F16: torch.float16, DType.BF16: torch.bfloat16}[dtype]
+    return torch.from_numpy(x).to(element).float().numpy()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "heads", [Heads(4, 2, 16), Heads(3, 1, 40, rotary_dim=28), Heads(2, 2, 8, rotary_dim=4)]
@@ -146,15 +153,14 @@ def test_the_cache_holds_rotated_keys_and_values(make_rig: MakeRig, heads: Heads
     layer = Layer(make_rig, heads, 50, dtype)
     ids = tokens(50)
     _, k, v = layer.split(ids)
-    element = np.float16 if dtype is DType.F16 else np.float32
     for isa, threads in NATIVE_VARIANTS:
         rig = layer.rig(threads, isa)
         seq = Seq(ids)
         rig.step([(seq, 20)])
         rig.step([(seq, 30)])
         keys, values = rig.stored_kv(seq, 0)
-        np.testing.assert_array_equal(keys, rotate(k, heads.rotary_dim or heads.dim).astype(element))
-        np.testing.assert_array_equal(values, v.astype(element))
+        np.testing.assert_array_equal(keys, rounded(rotate(k, heads.rotary_dim or heads.dim), dtype))
+        np.testing.assert_array_equal(values, rounded(v, dtype))
         unused = np.setdiff1d(np.arange(rig.memory.kv.shape[1]), seq.blocks[0])
         assert (rig.memory.kv.numpy()[:, unused] == 0xFF).all()
 
@@ -173,27 +179,29 @@ def test_q_is_rotated_too(make_rig: MakeRig, isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", NATIVE_ISAS)
-def test_f16_rounds_to_nearest_even(make_rig: MakeRig, isa: str) -> None:
-    """Every f16 value, the ties between neighbours and what lies next to a tie; overflow and NaN."""
-    exact = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
-    ties = (exact[:-1] + exact[1:]) / 2
+@pytest.mark.parametrize("dtype", [DType.F16, DType.BF16])
+def test_16_bits_round_to_nearest_even(make_rig: MakeRig, isa: str, dtype: DType) -> None:
+    """Every value, the ties between neighbours and what lies next to a tie; overflow and NaN."""
+    if dtype is DType.F16:
+        exact = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
+    else:
+        exact = (np.arange(0x7F80, dtype=np.uint32) << 16).view(np.float32)
+    ties = exact[:-1] + (exact[1:] - exact[:-1]) / 2
     special = np.array(
-        [65504, 65519.996, 65520, 65536, 1e30, np.inf, np.nan, 2.0**-25, 2.0**-26, 1e-40], np.float32
+        [65504, 65519.996, 65520, 65536, 3.4e38, np.inf, np.nan, 2.0**-25, 2.0**-26, 1e-40], np.float32
     )
     values = np.concatenate([exact, ties, np.nextafter(ties, np.inf), np.nextafter(ties, -np.inf), special])
     values = np.concatenate([values, -values]).astype(np.float32)
     values = np.pad(values, (0, -len(values) % (VOCAB * 256))).reshape(-1, VOCAB, 256)
     heads = Heads(1, 1, 256)
-    layer = Layer(make_rig, heads, VOCAB, DType.F16)
+    layer = Layer(make_rig, heads, VOCAB, dtype)
     for v in values:
         layer.values = np.concatenate([np.zeros((VOCAB, 512), np.float32), v], axis=1)
         rig = layer.rig(1, isa)
         seq = Seq(list(range(VOCAB)))
         rig.step([(seq, VOCAB)])
         _, found = rig.stored_kv(seq, 0)
-        with np.errstate(over="ignore"):
-            expected = v.astype(np.float16)
-        assert_same_bits(found[:, 0].astype(np.float32), expected.astype(np.float32))
+        assert_same_bits(found[:, 0].astype(np.float32), rounded(v, dtype))
 
 
 # -- attention ----------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def test_rotation_is_the_contract() -> None:
     assert torch.equal(found[:, :, 16:], x[:, :, 16:]), "beyond rotary_dim nothing turns"
 
 
-@pytest.mark.parametrize("dtype", [DType.F32, DType.F16])
+@pytest.mark.parametrize("dtype", list(DType))
 def test_kv_is_stored_where_the_slot_says(dtype: DType) -> None:
     kv = KV(0, 2, 16, dtype)
     pages = torch.zeros(4, kv.page_nbytes, dtype=torch.uint8)
@@ -169,12 +169,12 @@ def test_kv_is_stored_where_the_slot_says(dtype: DType) -> None:
     heads = qkv.view(3, 8, 16)
     assert torch.equal(q.view(3, 4, 16), rotate(heads[:, :4], angles))
     # A page is K [HK][D][16] and then V [HK][16][D], by bytes.
-    width = {DType.F32: np.float32, DType.F16: np.float16}[dtype]
-    raw = pages.numpy().view(width).reshape(4, 2, -1)
+    width = {DType.F32: torch.float32, DType.F16: torch.float16, DType.BF16: torch.bfloat16}[dtype]
+    raw = pages.view(width).reshape(4, 2, -1)
     for t, slot in enumerate(slots):
         block, offset = divmod(slot, BLOCK_SIZE)
         k = raw[block, 0].reshape(2, 16, BLOCK_SIZE)[:, :, offset]
         v = raw[block, 1].reshape(2, BLOCK_SIZE, 16)[:, offset, :]
-        assert np.array_equal(k, rotate(heads[t : t + 1, 4:6], angles[t : t + 1])[0].numpy().astype(width))
-        assert np.array_equal(v, heads[t, 6:].numpy().astype(width))
+        assert torch.equal(k, rotate(heads[t : t + 1, 4:6], angles[t : t + 1])[0].to(width))
+        assert torch.equal(v, heads[t, 6:].to(width))
     assert (raw != 0).sum() == 3 * 2 * 2 * 16, "nothing else was written"

@@ -104,7 +104,7 @@ def test_what_the_environment_gets_wrong(name: str, text: str, message: str) -> 
         ("kv_cache_gib", -0.5, r"kv_cache_gib is -0\.5; it must be at least 0"),
         ("dtype", "int8", r"dtype is 'int8'; it must be one of auto, bf16, f16, f32"),
         ("quantization", "q4", r"quantization is 'q4'; it must be one of none, int8, int4"),
-        ("kv_dtype", "int8", r"kv_dtype is 'int8'; it must be one of auto, f16, f32"),
+        ("kv_dtype", "int8", r"kv_dtype is 'int8'; it must be one of auto, f16, bf16, f32"),
         ("policy", "fair", r"policy is 'fair'; it must be one of fcfs, priority"),
         ("max_num_seqs", "8", r"max_num_seqs is '8', which is no int"),
         ("max_num_seqs", 8.0, r"max_num_seqs is 8\.0, which is no int"),

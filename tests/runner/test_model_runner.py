@@ -121,7 +121,8 @@ def test_a_context_longer_than_the_model(tiny: TinyModel) -> None:
 
 
 def test_the_kv_dtype(tiny: TinyModel) -> None:
-    for asked, expected in (("auto", DType.F32), ("f16", DType.F16), ("f32", DType.F32)):
+    kinds = {"auto": DType.F32, "f16": DType.F16, "bf16": DType.BF16, "f32": DType.F32}
+    for asked, expected in kinds.items():
         program = ModelRunner(tiny.path, config(kv_dtype=asked)).program
         assert {kv.dtype for kv in program.kv_layers} == {expected}
 

@@ -363,8 +363,11 @@ static void attend(const OctavoOp& op, const Step& step, Worker& worker) {
 }
 
 static void attention(const OctavoOp& op, const Step& step, Worker& worker) {
-  if (op.kv_dtype == OCTAVO_DTYPE_F16) return attend<Half>(op, step, worker);
-  return attend<float>(op, step, worker);
+  switch (op.kv_dtype) {
+    case OCTAVO_DTYPE_F16: return attend<Half>(op, step, worker);
+    case OCTAVO_DTYPE_BF16: return attend<Bf16>(op, step, worker);
+    default: return attend<float>(op, step, worker);
+  }
 }
 
 }  // namespace octavo::OCTAVO_ISA

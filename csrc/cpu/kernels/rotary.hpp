@@ -96,8 +96,11 @@ OCTAVO_INLINE void rotate_and_store(const OctavoOp& op, const Step& step, Worker
 }
 
 static void rotary_store_kv(const OctavoOp& op, const Step& step, Worker& worker) {
-  if (op.kv_dtype == OCTAVO_DTYPE_F16) return rotate_and_store<Half>(op, step, worker);
-  return rotate_and_store<float>(op, step, worker);
+  switch (op.kv_dtype) {
+    case OCTAVO_DTYPE_F16: return rotate_and_store<Half>(op, step, worker);
+    case OCTAVO_DTYPE_BF16: return rotate_and_store<Bf16>(op, step, worker);
+    default: return rotate_and_store<float>(op, step, worker);
+  }
 }
 
 }  // namespace octavo::OCTAVO_ISA

@@ -33,6 +33,18 @@ OCTAVO_INLINE void store(float* p, F8 a) { _mm256_storeu_ps(p, a.v); }
 OCTAVO_INLINE void store(Half* p, F8 a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
 }
+// To nearest, ties to even; too large becomes infinity, a NaN quiet.
+OCTAVO_INLINE void store(Bf16* p, F8 a) {
+  const __m256i bits = _mm256_castps_si256(a.v);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded =
+      _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(1 << 22));
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q));
+  const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0xd8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(words));
+}
 OCTAVO_INLINE float to_float(Half h) { return _cvtsh_ss(h.bits); }
 
 OCTAVO_INLINE F8 add(F8 a, F8 b) { return {_mm256_add_ps(a.v, b.v)}; }

@@ -42,6 +42,17 @@ OCTAVO_INLINE void store(Half* p, F8 a) {
   const float16x8_t halves = vcvt_high_f16_f32(vcvt_f16_f32(a.low), a.high);
   vst1q_u16(&p->bits, vreinterpretq_u16_f16(halves));
 }
+// To nearest, ties to even; too large becomes infinity, a NaN quiet.
+OCTAVO_INLINE uint16x4_t to_bf16(float32x4_t a) {
+  const uint32x4_t bits = vreinterpretq_u32_f32(a);
+  const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+  const uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+  const uint32x4_t quiet = vorrq_u32(bits, vdupq_n_u32(1u << 22));
+  return vshrn_n_u32(vbslq_u32(vceqq_f32(a, a), rounded, quiet), 16);
+}
+OCTAVO_INLINE void store(Bf16* p, F8 a) {
+  vst1q_u16(&p->bits, vcombine_u16(to_bf16(a.low), to_bf16(a.high)));
+}
 OCTAVO_INLINE float to_float(Half h) {
   return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(h.bits))), 0);
 }

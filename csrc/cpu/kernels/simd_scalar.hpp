@@ -88,6 +88,15 @@ OCTAVO_INLINE F8 load(const Bf16* p) {
 OCTAVO_INLINE void store(Half* p, F8 a) {
   for (int i = 0; i < 8; ++i) p[i] = to_half(a.v[i]);
 }
+// To nearest, ties to even; too large becomes infinity, a NaN quiet.
+OCTAVO_INLINE void store(Bf16* p, F8 a) {
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t bits = bits_of(a.v[i]);
+    const bool nan = (bits & 0x7fffffff) > 0x7f800000;
+    const uint32_t rounded = nan ? bits | 1u << 22 : bits + 0x7fff + (bits >> 16 & 1);
+    p[i].bits = static_cast<uint16_t>(rounded >> 16);
+  }
+}
 
 OCTAVO_INLINE F8 add(F8 a, F8 b) {
   return each_lane([=](int i) { return a.v[i] + b.v[i]; });

@@ -290,8 +290,8 @@ void add_attention(Case& c, Random& random, OctavoContext* packer) {
   rotary.q_heads = q_heads;
   rotary.kv_heads = kv_heads;
   rotary.head_dim = head_dim;
-  rotary.kv_dtype = random.below(2);
-  const int element = rotary.kv_dtype == OCTAVO_DTYPE_F16 ? 2 : 4;
+  rotary.kv_dtype = random.below(OCTAVO_NUM_DTYPES);
+  const int element = rotary.kv_dtype == OCTAVO_DTYPE_F32 ? 4 : 2;
   const size_t elements =
       static_cast<size_t>(c.limits.num_blocks) * 2 * kv_heads * head_dim * kBlockTokens;
   rotary.kv = c.memory.take(elements * element);

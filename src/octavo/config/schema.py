@@ -18,7 +18,7 @@ DTYPES = ("auto", "bf16", "f16", "f32")
 #: Bits of the activations that meet weights of 4 bits: in attention's projections, in feed-forwards.
 ACTIVATION_BITS = {"16": (16, 16), "8": (8, 8), "mixed": (16, 8)}
 QUANTIZATIONS = ("none", "int8", "int4")
-KV_DTYPES = ("auto", "f16", "f32")
+KV_DTYPES = ("auto", "f16", "bf16", "f32")
 POLICIES = ("fcfs", "priority")
 
 
@@ -42,7 +42,7 @@ class EngineConfig:
     quantization: str = setting(
         "none", "Quantise weights that are stored plain, as they are loaded: int8, int4, or none."
     )
-    kv_dtype: str = setting("auto", "Element type of the KV cache: f16, f32, or auto: f16 on native.")
+    kv_dtype: str = setting("auto", "Element type of the KV cache: f16, bf16, f32, or auto: f16 on native.")
     activation_bits: str = setting(
         "mixed", "Activations where weights have 4 bits: 16, 8 (fastest, roughest), mixed: 8 in feed-forward."
     )

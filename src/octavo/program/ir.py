@@ -44,11 +44,12 @@ class DType(enum.StrEnum):
 
     F32 = "f32"
     F16 = "f16"
+    BF16 = "bf16"
 
     @property
     def nbytes(self) -> int:
         """Bytes of one element."""
-        return {DType.F32: 4, DType.F16: 2}[self]
+        return 4 if self is DType.F32 else 2
 
 
 Shape = tuple[Dim | int, ...]

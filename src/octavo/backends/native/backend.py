@@ -57,7 +57,7 @@ from octavo.quantization.quantize import Bytes, Floats
 from octavo.sampling_params import SamplingParams
 
 _FORMATS = {format_: FormatCode[format_.name] for format_ in Format}
-_DTYPES = {DType.F32: DTypeCode.F32, DType.F16: DTypeCode.F16}
+_DTYPES = {dtype: DTypeCode[dtype.name] for dtype in DType}
 _ACTIVATIONS = {name: ActivationCode[name.upper()] for name in ACTIVATIONS}
 _ROWS = {Dim.TOKENS: RowsCode.TOKENS, Dim.SEQS: RowsCode.SEQS, Dim.SAMPLED: RowsCode.SAMPLED}
 

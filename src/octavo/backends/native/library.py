@@ -58,6 +58,7 @@ class DTypeCode(enum.IntEnum):
 
     F32 = 0
     F16 = 1
+    BF16 = 2
 
 
 class RowsCode(enum.IntEnum):

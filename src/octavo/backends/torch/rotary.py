@@ -21,7 +21,7 @@ def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
 
 def kv_views(pages: torch.Tensor, kv: KV) -> tuple[torch.Tensor, torch.Tensor]:
     """K [blocks, HK, D, 16] and V [blocks, HK, 16, D] of one storage, uint8 [blocks, page_nbytes]."""
-    dtype = {"f32": torch.float32, "f16": torch.float16}[kv.dtype]
+    dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[kv.dtype]
     both = pages.view(dtype).view(pages.shape[0], 2, -1)
     k = both[:, 0].view(-1, kv.kv_heads, kv.head_dim, BLOCK_SIZE)
     v = both[:, 1].view(-1, kv.kv_heads, BLOCK_SIZE, kv.head_dim)
