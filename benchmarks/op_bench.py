@@ -21,6 +21,8 @@ from octavo.program.builder import ProgramBuilder
 from octavo.program.ir import BLOCK_SIZE, Buf, DType
 from octavo.program.planner import Limits, seal
 from octavo.quantization.formats import NATIVE_TYPES, Format
+from octavo.quantization.quantize import requantize
+from octavo.runner.cpu_model_runner import huge_pages
 
 _DISTINCT = 64  # rows of a weight that are drawn; the others repeat them
 
@@ -77,9 +79,9 @@ class OpBench:
         self.sealed = sealed = seal(self.program, Limits(max_rows, 1, max_rows, max_rows), backend.table)
         num_blocks = -(-max_rows // BLOCK_SIZE)
         memory = DeviceMemory(
-            weights=torch.zeros(sealed.weights_nbytes, dtype=torch.uint8),
-            arena=torch.zeros(sealed.arena_nbytes, dtype=torch.uint8),
-            kv=torch.zeros((1, num_blocks, self.program.page_nbytes), dtype=torch.uint8),
+            weights=huge_pages(sealed.weights_nbytes),
+            arena=huge_pages(sealed.arena_nbytes),
+            kv=huge_pages(1, num_blocks, self.program.page_nbytes),
         )
         packed: dict[tuple[tuple[int, ...], Format], torch.Tensor] = {}
         for weight in self.program.weights:
@@ -119,9 +121,10 @@ class OpBench:
 
 def _random(shape: tuple[int, ...], format_: Format) -> Rows:
     name = NATIVE_TYPES[format_]
-    if name not in gguf.GGMLQuantizationType.__members__:
-        name = "F32"  # and it is converted as it is packed
     rows, columns = shape if len(shape) == 2 else (1, shape[0])
     values = np.random.default_rng(0).normal(size=(min(rows, _DISTINCT), columns)).astype(np.float32)
-    raw = gguf.quants.quantize(values, gguf.GGMLQuantizationType[name]).view(np.uint8)
+    if format_ is Format.Q8G16:  # no file has it
+        raw = requantize(values, format_)
+    else:
+        raw = gguf.quants.quantize(values, gguf.GGMLQuantizationType[name]).view(np.uint8)
     return Rows(name, np.resize(raw, (rows, raw.shape[1])))
