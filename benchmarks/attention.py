@@ -1,9 +1,9 @@
 """Attention alone against the machine: decode beside its reading speed, prefill beside its multiplying speed.
 
 A program of attention ops only, with as many layers as make one step read more KV than --working-set MiB,
-so that no layer's KV is in a cache when its turn comes again. Blocks lie in random order. Between the steps,
-the same number of threads read a plain array of that size (numpy's bitwise or), and torch multiplies
-matrices: the ceilings. Each number is the fastest of --repeats; the median says how busy the machine was.
+so that no layer's KV is in a cache when its turn comes again. Blocks lie in random order. The ceilings are
+those of ceilings.py: reading memory, which a virtual machine shares with its neighbours, is measured before
+every step; a share is the median of the pairs. Times are the fastest of --repeats, and the median.
 
 The last line of standard output is JSON.
 """
@@ -16,7 +16,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+import ceilings
 from octavo.backends.base import DeviceMemory, StepInputs
 from octavo.backends.native.backend import NativeBackend
 from octavo.platforms import cpu
@@ -108,7 +108,7 @@ class Bench:
 
 def _fill(kv: torch.Tensor, values: torch.Tensor, dtype: DType) -> None:
     """Ordinary numbers in every page: NaN and subnormals would have speeds of their own."""
-    element = {DType.F32: torch.float32, DType.F16: torch.float16}[dtype]
+    element = {DType.F32: torch.float32, DType.F16: torch.float16, DType.BF16: torch.bfloat16}[dtype]
     for storage in kv:
         pages = storage.view(element).view(-1)
         for begin in range(0, len(pages), len(values)):
@@ -128,43 +128,17 @@ def _inputs(case: Case, limits: Limits, blocks: np.ndarray) -> StepInputs:
     return inputs
 
 
-def reader(nbytes: int, threads: int) -> Callable[[], float]:
-    """A function that reads an array of that size on that many threads and returns its bytes a second."""
-    parts = np.array_split(np.ones(nbytes // 8, np.int64), threads)
-    pool = ThreadPoolExecutor(threads)
-
-    def read() -> float:
-        started = time.perf_counter()
-        list(pool.map(np.bitwise_or.reduce, parts))
-        return nbytes / (time.perf_counter() - started)
-
-    return read
-
-
-def multiplier(threads: int) -> Callable[[], float]:
-    """A function that multiplies two matrices in f32 and returns its multiply-adds a second."""
-    size = 768
-    a, b = torch.randn(size, size), torch.randn(size, size)
-    torch.set_num_threads(threads)
-
-    def multiply() -> float:
-        started = time.perf_counter()
-        torch.mm(a, b)
-        return size**3 / (time.perf_counter() - started)
-
-    return multiply
-
-
 def measure(bench: Bench, ceiling: Callable[[], float], repeats: int) -> dict[str, object]:
-    """A row of the report."""
+    """A row of the report. ceiling: 10^9 bytes or multiply-adds a second."""
     case = bench.case
+    work = (bench.kv_nbytes if case.new == 1 else bench.macs) / 1e9
     bench.run()
-    seconds, ceilings = [], []
+    seconds, tops, shares = [], [], []
     for _ in range(repeats):
-        ceilings.append(ceiling())
+        tops.append(ceiling())
         seconds.append(bench.run())
-    best, top = min(seconds), max(ceilings)
-    work = bench.kv_nbytes if case.new == 1 else bench.macs
+        shares.append(work / seconds[-1] / tops[-1])
+    best = min(seconds)
     return {
         "shape": case.shape,
         "step": case.name,
@@ -173,8 +147,8 @@ def measure(bench: Bench, ceiling: Callable[[], float], repeats: int) -> dict[st
         "median_ms": round(1e3 * statistics.median(seconds), 2),
         "gb_per_s": round(bench.kv_nbytes / best / 1e9, 1),
         "gmac_per_s": round(bench.macs / best / 1e9, 1),
-        "ceiling": f"{top / 1e9:.1f} {'GB/s' if case.new == 1 else 'GMAC/s'}",
-        "share": round(work / best / top, 3),
+        "ceiling": f"{statistics.median(tops):.1f} {'GB/s' if case.new == 1 else 'GMAC/s'}",
+        "share": round(statistics.median(shares), 3),
     }
 
 
@@ -190,13 +164,14 @@ def main() -> None:
     args = parser.parse_args()
     cases = [Case(shape, b, c, 1, args.kv_dtype) for shape in SHAPES for b, c in DECODES]
     cases += [Case(shape, 1, c, PREFILL_CHUNK, args.kv_dtype) for shape in SHAPES for c in PREFILLS]
-    read, multiply = reader(args.working_set * MIB, args.threads), multiplier(args.threads)
+    fma = ceilings.measure(args.threads).fma_f32
     backend = NativeBackend(args.threads, args.isa)
     rows = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for case in progress.track(cases, description="measuring"):
             bench = Bench(case, args.working_set * MIB, [backend])
-            rows.append(measure(bench, read if case.new == 1 else multiply, args.repeats))
+            ceiling = (lambda: ceilings.dram(args.threads, windows=1)) if case.new == 1 else (lambda: fma)
+            rows.append(measure(bench, ceiling, args.repeats))
             del bench
     isa = backend.isa
     backend.close()
