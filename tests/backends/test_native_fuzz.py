@@ -246,7 +246,7 @@ def test_any_program_is_served_as_torch_serves_it_or_declined(
             )
             assert_same_bits(found, portable, f"{isa}, {threads} threads")
             for expected in by_torch:
-                scale = np.abs(expected).max() + 1e-6
+                scale = max(np.abs(expected).max(), 0.1)  # the terms of a single logit may nearly cancel
                 np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * scale)
     finally:
         for rig in rigs:
