@@ -230,8 +230,8 @@ def test_any_program_is_served_as_torch_serves_it_or_declined(
     rigs = [native, rig_of(shape, NativeBackend(1, "scalar"))]
     if "experts" not in shape.extras:  # a rounding may choose another expert
         rigs.append(rig_of(shape, TorchBackend(quantized=True)))
-    # Both quantise activations; where they round apart, one integer moves by one.
-    tolerance = 0.05 if shape.activation_bits == 8 else 1e-3
+    # Both quantise activations; where they round apart, one integer moves by one: of 127, or of 4095 (q8).
+    tolerance = 0.05 if shape.activation_bits == 8 else 4e-3
     seqs = [new_seqs(shape, seed) for _ in rigs]
     rng = np.random.default_rng(seed)
     try:
