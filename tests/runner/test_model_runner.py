@@ -78,6 +78,16 @@ def test_predict_does_not_see_the_future(runner: ModelRunner) -> None:
     assert np.array_equal(runner.predict([ids[:23]])[0], whole[:23])
 
 
+def test_memory_that_the_process_cannot_get(tiny: TinyModel) -> None:
+    """An EiB: more than addresses reach."""
+    runner = CPUModelRunner(tiny.path, config())
+    with pytest.raises(
+        InsufficientMemoryError, match=r"this process could not get it: .*lower --kv-cache-gib"
+    ):
+        runner.load((1 << 60) // runner.program.block_nbytes)
+    runner.close()
+
+
 def test_predict_up_to_the_whole_context(runner: ModelRunner) -> None:
     assert runner.predict([random_ids(CONTEXT)]).shape == (1, CONTEXT, NUM_TOKENS)
 

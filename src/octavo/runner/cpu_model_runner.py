@@ -5,6 +5,7 @@ Rule: the backend is chosen once, here, and a fallback is said aloud.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import mmap
@@ -46,8 +47,13 @@ class CPUModelRunner(ModelRunner):
 
 def huge_pages(*shape: int) -> torch.Tensor:
     """Zeros, uint8, in huge pages where the system has them: a decode reads all weights and, through block
-    tables, all of the cache, and spends a third of its time looking up where small pages are."""
+    tables, all of the cache, and spends a third of its time looking up where small pages are.
+    MemoryError if this process can't have so much."""
     nbytes = math.prod(shape)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{nbytes} bytes: {error}") from error
+    with contextlib.suppress(OSError):  # of a kernel that was built without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes).view(shape)
