@@ -27,6 +27,7 @@ from rich.table import Table
 import ceilings
 from octavo.backends.base import DeviceMemory, StepInputs
 from octavo.backends.native.backend import NativeBackend
+from octavo.backends.torch.rotary import KV_DTYPES
 from octavo.platforms import cpu
 from octavo.program.builder import ProgramBuilder
 from octavo.program.ir import BLOCK_SIZE, DType
@@ -108,7 +109,7 @@ class Bench:
 
 def _fill(kv: torch.Tensor, values: torch.Tensor, dtype: DType) -> None:
     """Ordinary numbers in every page: NaN and subnormals would have speeds of their own."""
-    element = {DType.F32: torch.float32, DType.F16: torch.float16, DType.BF16: torch.bfloat16}[dtype]
+    element = KV_DTYPES[dtype]
     for storage in kv:
         pages = storage.view(element).view(-1)
         for begin in range(0, len(pages), len(values)):

@@ -6,7 +6,6 @@ sequences share nothing.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import time
 from typing import Any
@@ -101,9 +100,7 @@ class Llama:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--threads", type=int, required=True)
+    parser = worker.parser(__doc__)
     parser.add_argument("--no-flash-attention", action="store_true")
     args = parser.parse_args()
     worker.serve(lambda: Llama(args.model, args.threads, not args.no_flash_attention))

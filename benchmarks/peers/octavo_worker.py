@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from typing import Any
 
@@ -79,9 +78,7 @@ class Octavo:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--threads", type=int, required=True)
+    parser = worker.parser(__doc__)
     parser.add_argument("--activation-bits", default="16")
     args = parser.parse_args()
     worker.serve(lambda: Octavo(args.model, args.threads, args.activation_bits))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import time
 import warnings
@@ -63,9 +62,7 @@ class Transformers:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--threads", type=int, required=True)
+    parser = worker.parser(__doc__)
     parser.add_argument("--dtype", required=True)
     args = parser.parse_args()
     worker.serve(lambda: Transformers(args.model, args.threads, args.dtype))

@@ -12,6 +12,7 @@ New tokens are the most likely ones. Prompts are random, the same for every engi
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -42,6 +43,14 @@ def prompt(seed: int, length: int, vocab_size: int) -> list[int]:
     """Token ids without any meaning."""
     ids: list[int] = np.random.default_rng(seed).integers(100, vocab_size, length).tolist()
     return ids
+
+
+def parser(about: str | None) -> argparse.ArgumentParser:
+    """The arguments of every engine's process."""
+    made = argparse.ArgumentParser(description=about)
+    made.add_argument("model")
+    made.add_argument("--threads", type=int, required=True)
+    return made
 
 
 def serve(make: Any) -> None:

@@ -143,21 +143,22 @@ bool is_quantized(int format) {
   return is_4_bit(format) || format == OCTAVO_FORMAT_Q8 || format == OCTAVO_FORMAT_Q8G16;
 }
 
+// Bytes of a number of activations as a weight multiplies it.
+size_t quant_nbytes(int format, int activation_bits) {
+  return is_4_bit(format) && activation_bits == 8 ? sizeof(int8_t) : sizeof(int16_t);
+}
+
 // Bytes that `rows` rows of activations take as a weight multiplies them, in up to `products` products.
 size_t prepared_nbytes(int format, int activation_bits, size_t width, size_t rows, size_t products) {
   if (!is_quantized(format)) return 0;
-  const bool rough = is_4_bit(format) && activation_bits == 8;
-  const size_t element = rough ? sizeof(int8_t) : sizeof(int16_t);
-  const size_t row = width * element + 2 * (width / kGroup) * sizeof(float);
+  const size_t row = width * quant_nbytes(format, activation_bits) + 2 * (width / kGroup) * sizeof(float);
   return align_up((rows + products * kMostPaddedRows) * row) + products * 4 * kAlignment;
 }
 
 // QuantizedRows of kernels/quantize.hpp.
 size_t quantized_rows_nbytes(const OctavoOp& op, size_t rows) {
-  const bool rough = is_4_bit(op.format) && op.activation_bits == 8;
-  const size_t element = rough ? sizeof(int8_t) : sizeof(int16_t);
   const size_t padded = rows + kMostPaddedRows;
-  return align_up(padded * op.in_width * element) +
+  return align_up(padded * op.in_width * quant_nbytes(op.format, op.activation_bits)) +
          2 * align_up(padded * (op.in_width / kGroup) * sizeof(float));
 }
 

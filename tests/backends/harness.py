@@ -36,6 +36,7 @@ GGUF_TYPES = {
     Format.BF16: gguf.GGMLQuantizationType.BF16,
 }
 OWN_TYPE = "Q8G16"  # what q8g16 is packed from, and no file has
+TORCH_DTYPES = {DType.F32: torch.float32, DType.F16: torch.float16, DType.BF16: torch.bfloat16}
 UNIT = 2.0**-24  # the largest relative error of one rounding to f32
 
 _libm = ctypes.CDLL(ctypes.util.find_library("m") or "libm.so.6")
@@ -204,8 +205,11 @@ class Rig:
         """Views of a layer's K [blocks, kv_heads, head_dim, 16] and V [blocks, kv_heads, 16, head_dim]."""
         kv = self.program.kv_layers[layer]
         _, storage = self.program.kv_places[layer]
-        dtype = {DType.F32: torch.float32, DType.F16: torch.float16, DType.BF16: torch.bfloat16}[kv.dtype]
-        pages = self.memory.kv[storage].view(dtype).view(-1, 2, kv.kv_heads, kv.head_dim * BLOCK_SIZE)
+        pages = (
+            self.memory.kv[storage]
+            .view(TORCH_DTYPES[kv.dtype])
+            .view(-1, 2, kv.kv_heads, kv.head_dim * BLOCK_SIZE)
+        )
         k = pages[:, 0].view(-1, kv.kv_heads, kv.head_dim, BLOCK_SIZE)
         v = pages[:, 1].view(-1, kv.kv_heads, BLOCK_SIZE, kv.head_dim)
         return k, v

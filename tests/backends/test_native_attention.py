@@ -12,6 +12,7 @@ import torch
 from harness import (
     NATIVE_ISAS,
     NATIVE_VARIANTS,
+    TORCH_DTYPES,
     UNIT,
     F32Array,
     Heads,
@@ -141,8 +142,7 @@ def reference(
 
 def rounded(x: F32Array, dtype: DType) -> F32Array:
     """x as a cache of that type holds it."""
-    element = {DType.F32: torch.float32, DType.F16: torch.float16, DType.BF16: torch.bfloat16}[dtype]
-    return torch.from_numpy(x).to(element).float().numpy()
+    return torch.from_numpy(x).to(TORCH_DTYPES[dtype]).float().numpy()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from harness import TORCH_DTYPES
 
 from octavo.backends.base import StepInputs
 from octavo.backends.torch.backend import TorchBackend
@@ -169,7 +170,7 @@ def test_kv_is_stored_where_the_slot_says(dtype: DType) -> None:
     heads = qkv.view(3, 8, 16)
     assert torch.equal(q.view(3, 4, 16), rotate(heads[:, :4], angles))
     # A page is K [HK][D][16] and then V [HK][16][D], by bytes.
-    width = {DType.F32: torch.float32, DType.F16: torch.float16, DType.BF16: torch.bfloat16}[dtype]
+    width = TORCH_DTYPES[dtype]
     raw = pages.view(width).reshape(4, 2, -1)
     for t, slot in enumerate(slots):
         block, offset = divmod(slot, BLOCK_SIZE)

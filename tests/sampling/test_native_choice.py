@@ -29,7 +29,9 @@ def backend(request: pytest.FixtureRequest) -> Iterator[NativeBackend]:
     made.close()
 
 
-def check(backend: NativeBackend, logits: Logits, params: list[SamplingParams], position: int = 9) -> None:
+def assert_same_choices(
+    backend: NativeBackend, logits: Logits, params: list[SamplingParams], position: int = 9
+) -> None:
     positions = list(range(position, position + len(params)))
     expected = choose(list(logits), params, positions)
     assert backend.choose(list(logits), params, positions) == expected
@@ -79,7 +81,9 @@ def draw_logits(kind: str, rng: np.random.Generator, shape: tuple[int, int]) -> 
 def test_the_same_tokens(
     backend: NativeBackend, params: list[SamplingParams], kind: str, width: int, seed: int, position: int
 ) -> None:
-    check(backend, draw_logits(kind, np.random.default_rng(seed), (len(params), width)), params, position)
+    assert_same_choices(
+        backend, draw_logits(kind, np.random.default_rng(seed), (len(params), width)), params, position
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,7 +99,7 @@ def test_a_whole_vocabulary(backend: NativeBackend, fields: dict[str, Any], spre
     """Of a size that no chunk divides; few tokens are likely, or nearly all."""
     rng = np.random.default_rng(5)
     logits = (rng.normal(0, spread, (6, 50_003))).astype(np.float32)
-    check(backend, logits, [SamplingParams(seed=seed, **fields) for seed in range(6)])
+    assert_same_choices(backend, logits, [SamplingParams(seed=seed, **fields) for seed in range(6)])
 
 
 @given(
@@ -111,7 +115,7 @@ def test_what_is_no_number(
     for place, value in poison:
         logits[0, place % width] = value
     for params in (SamplingParams(temperature=0), SamplingParams(seed=1), SamplingParams(seed=1, top_p=0.5)):
-        check(backend, logits, [params])
+        assert_same_choices(backend, logits, [params])
 
 
 def test_nothing_of_the_request_before_is_left_in_a_row(backend: NativeBackend) -> None:
@@ -120,7 +124,7 @@ def test_nothing_of_the_request_before_is_left_in_a_row(backend: NativeBackend) 
     sampled, filtered = SamplingParams(seed=3), SamplingParams(seed=4, top_k=3, top_p=0.5, min_p=0.1)
     greedy, nearly = SamplingParams(temperature=0), SamplingParams(seed=5, temperature=1e-6)
     for params in (sampled, greedy, filtered, nearly, sampled, filtered, greedy):
-        check(backend, logits, [params])
+        assert_same_choices(backend, logits, [params])
 
 
 def test_a_row_alone_is_the_row_in_any_batch(backend: NativeBackend) -> None:

@@ -1,45 +1,24 @@
 // The 16-output types of simd.hpp on AVX2: two registers for 16 outputs.
 #pragma once
 
+#include "panel_pairs.hpp"
+
 namespace octavo::OCTAVO_ISA {
 
 constexpr int kRowTiles[] = {1, 2, 3, 4};
 constexpr int chains_for(int) { return 1; }
 
-struct F32x16 {
-  F8 low, high;
-};
 struct I32x16 {
   __m256i low, high;
 };
 
-OCTAVO_INLINE F32x16 zero_f32x16() { return {zero(), zero()}; }
-template <class T>
-OCTAVO_INLINE F32x16 load_f32x16(const T* p) {
-  return {load(p), load(p + 8)};
-}
-OCTAVO_INLINE void store(float* p, F32x16 a) {
-  store(p, a.low);
-  store(p + 8, a.high);
-}
-OCTAVO_INLINE F32x16 add(F32x16 a, F32x16 b) { return {add(a.low, b.low), add(a.high, b.high)}; }
-OCTAVO_INLINE F32x16 mul(F32x16 a, float b) {
-  return {mul(a.low, broadcast(b)), mul(a.high, broadcast(b))};
-}
-OCTAVO_INLINE F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
-  return {fma(a.low, b.low, c.low), fma(a.high, b.high, c.high)};
-}
-OCTAVO_INLINE F32x16 fma(F32x16 a, float b, F32x16 c) {
-  return {fma(a.low, broadcast(b), c.low), fma(a.high, broadcast(b), c.high)};
-}
 OCTAVO_INLINE I32x16 zero_i32x16() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 OCTAVO_INLINE I32x16 add(I32x16 a, I32x16 b) {
   return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)};
 }
 // The int32 whose bits lie at p, in each lane.
 OCTAVO_INLINE I32x16 broadcast_i32x16(const float* p) {
-  int32_t bits;
-  memcpy(&bits, p, sizeof bits);
+  const int32_t bits = dword_at(p);
   return {_mm256_set1_epi32(bits), _mm256_set1_epi32(bits)};
 }
 OCTAVO_INLINE F32x16 to_float(I32x16 a) {
@@ -82,8 +61,7 @@ OCTAVO_INLINE QuadSums start_quad_sums(I32x16) {
 // sum + weights (0 .. 15) * quad (int8), adjacent pairs added. Cannot overflow within a group: 8
 // quads of 2 * 15 * 127 are 30480.
 OCTAVO_INLINE QuadSums multiply_add(Bytes64 weights, const int8_t* quad, QuadSums sum) {
-  int32_t bits;
-  memcpy(&bits, quad, sizeof bits);
+  const int32_t bits = dword_at(quad);
   const __m256i x = _mm256_set1_epi32(bits);
   return {keep_order(_mm256_add_epi16(sum.low, _mm256_maddubs_epi16(weights.low, x))),
           keep_order(_mm256_add_epi16(sum.high, _mm256_maddubs_epi16(weights.high, x)))};
@@ -118,8 +96,7 @@ OCTAVO_INLINE Words32 load_widened(const int8_t* p) {
   return {_mm256_cvtepi8_epi16(_mm_load_si128(at)), _mm256_cvtepi8_epi16(_mm_load_si128(at + 1))};
 }
 OCTAVO_INLINE I32x16 multiply_add(Words32 weights, const int16_t* pair, I32x16 sum) {
-  int32_t bits;
-  memcpy(&bits, pair, sizeof bits);
+  const int32_t bits = dword_at(pair);
   const __m256i x = _mm256_set1_epi32(bits);
   return {keep_order(_mm256_add_epi32(sum.low, _mm256_madd_epi16(weights.low, x))),
           keep_order(_mm256_add_epi32(sum.high, _mm256_madd_epi16(weights.high, x)))};

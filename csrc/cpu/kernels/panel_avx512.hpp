@@ -34,8 +34,7 @@ OCTAVO_INLINE I32x16 zero_i32x16() { return {_mm512_setzero_si512()}; }
 OCTAVO_INLINE I32x16 add(I32x16 a, I32x16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
 // The int32 whose bits lie at p, in each lane.
 OCTAVO_INLINE I32x16 broadcast_i32x16(const float* p) {
-  int32_t bits;
-  memcpy(&bits, p, sizeof bits);
+  const int32_t bits = dword_at(p);
   return {_mm512_set1_epi32(bits)};
 }
 OCTAVO_INLINE F32x16 to_float(I32x16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
@@ -57,8 +56,7 @@ OCTAVO_INLINE Bytes64 high_nibbles(Bytes64 a) {
 }
 OCTAVO_INLINE QuadSums start_quad_sums(I32x16 start) { return start; }
 OCTAVO_INLINE QuadSums multiply_add(Bytes64 weights, const int8_t* quad, QuadSums sum) {
-  int32_t bits;
-  memcpy(&bits, quad, sizeof bits);
+  const int32_t bits = dword_at(quad);
   return {_mm512_dpbusd_epi32(sum.v, weights.v, _mm512_set1_epi32(bits))};
 }
 OCTAVO_INLINE I32x16 end_quad_sums(I32x16, QuadSums a) { return a; }
@@ -79,8 +77,7 @@ OCTAVO_INLINE Words32 load_widened(const int8_t* p) {
   return {_mm512_cvtepi8_epi16(_mm256_load_si256(reinterpret_cast<const __m256i*>(p)))};
 }
 OCTAVO_INLINE I32x16 multiply_add(Words32 weights, const int16_t* pair, I32x16 sum) {
-  int32_t bits;
-  memcpy(&bits, pair, sizeof bits);
+  const int32_t bits = dword_at(pair);
   return {_mm512_dpwssd_epi32(sum.v, weights.v, _mm512_set1_epi32(bits))};
 }
 

@@ -2,37 +2,17 @@
 // for CPUs with SDOT, products with int8 add up in int32 by themselves.
 #pragma once
 
+#include "panel_pairs.hpp"
+
 namespace octavo::OCTAVO_ISA {
 
 constexpr int kRowTiles[] = {1, 2, 4};
 constexpr int chains_for(int) { return 1; }
 
-struct F32x16 {
-  F8 low, high;
-};
 struct I32x16 {
   int32x4_t v[4];
 };
 
-OCTAVO_INLINE F32x16 zero_f32x16() { return {zero(), zero()}; }
-template <class T>
-OCTAVO_INLINE F32x16 load_f32x16(const T* p) {
-  return {load(p), load(p + 8)};
-}
-OCTAVO_INLINE void store(float* p, F32x16 a) {
-  store(p, a.low);
-  store(p + 8, a.high);
-}
-OCTAVO_INLINE F32x16 add(F32x16 a, F32x16 b) { return {add(a.low, b.low), add(a.high, b.high)}; }
-OCTAVO_INLINE F32x16 mul(F32x16 a, float b) {
-  return {mul(a.low, broadcast(b)), mul(a.high, broadcast(b))};
-}
-OCTAVO_INLINE F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
-  return {fma(a.low, b.low, c.low), fma(a.high, b.high, c.high)};
-}
-OCTAVO_INLINE F32x16 fma(F32x16 a, float b, F32x16 c) {
-  return {fma(a.low, broadcast(b), c.low), fma(a.high, broadcast(b), c.high)};
-}
 OCTAVO_INLINE I32x16 zero_i32x16() {
   const int32x4_t none = vdupq_n_s32(0);
   return {{none, none, none, none}};
@@ -43,8 +23,7 @@ OCTAVO_INLINE I32x16 add(I32x16 a, I32x16 b) {
 }
 // The int32 whose bits lie at p, in each lane.
 OCTAVO_INLINE I32x16 broadcast_i32x16(const float* p) {
-  int32_t bits;
-  memcpy(&bits, p, sizeof bits);
+  const int32_t bits = dword_at(p);
   const int32x4_t lanes = vdupq_n_s32(bits);
   return {{lanes, lanes, lanes, lanes}};
 }
@@ -72,8 +51,7 @@ OCTAVO_INLINE Bytes64 high_nibbles(Bytes64 a) {
 }
 // Four activations, in each of four dwords.
 OCTAVO_INLINE int8x16_t broadcast_quad(const int8_t* quad) {
-  int32_t bits;
-  memcpy(&bits, quad, sizeof bits);
+  const int32_t bits = dword_at(quad);
   return vreinterpretq_s8_s32(vdupq_n_s32(bits));
 }
 
@@ -150,8 +128,7 @@ OCTAVO_INLINE Words32 load_widened(const int8_t* p) {
                      vmovl_high_s8(high)});
 }
 OCTAVO_INLINE I32x16 multiply_add(Words32 weights, const int16_t* pair, I32x16 sum) {
-  int32_t bits;
-  memcpy(&bits, pair, sizeof bits);
+  const int32_t bits = dword_at(pair);
   const int16x4_t x = vreinterpret_s16_s32(vdup_n_s32(bits));
   for (int i = 0; i < 2; ++i) {
     const int16x8_t first = weights.first[i];

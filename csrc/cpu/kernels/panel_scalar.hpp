@@ -1,37 +1,17 @@
 // The 16-output types of simd.hpp in portable C++.
 #pragma once
 
+#include "panel_pairs.hpp"
+
 namespace octavo::OCTAVO_ISA {
 
 constexpr int kRowTiles[] = {1, 2};
 constexpr int chains_for(int) { return 1; }
 
-struct F32x16 {
-  F8 low, high;
-};
 struct I32x16 {
   int32_t v[16];
 };
 
-OCTAVO_INLINE F32x16 zero_f32x16() { return {zero(), zero()}; }
-template <class T>
-OCTAVO_INLINE F32x16 load_f32x16(const T* p) {
-  return {load(p), load(p + 8)};
-}
-OCTAVO_INLINE void store(float* p, F32x16 a) {
-  store(p, a.low);
-  store(p + 8, a.high);
-}
-OCTAVO_INLINE F32x16 add(F32x16 a, F32x16 b) { return {add(a.low, b.low), add(a.high, b.high)}; }
-OCTAVO_INLINE F32x16 mul(F32x16 a, float b) {
-  return {mul(a.low, broadcast(b)), mul(a.high, broadcast(b))};
-}
-OCTAVO_INLINE F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
-  return {fma(a.low, b.low, c.low), fma(a.high, b.high, c.high)};
-}
-OCTAVO_INLINE F32x16 fma(F32x16 a, float b, F32x16 c) {
-  return {fma(a.low, broadcast(b), c.low), fma(a.high, broadcast(b), c.high)};
-}
 OCTAVO_INLINE I32x16 zero_i32x16() { return {}; }
 OCTAVO_INLINE I32x16 add(I32x16 a, I32x16 b) {
   for (int i = 0; i < 16; ++i) a.v[i] += b.v[i];

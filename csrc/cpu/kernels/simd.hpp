@@ -30,6 +30,12 @@
 
 namespace octavo::OCTAVO_ISA {
 
+// Four bytes, wherever they lie.
+OCTAVO_INLINE int32_t dword_at(const void* p) {
+  int32_t bits;
+  memcpy(&bits, p, sizeof bits);
+  return bits;
+}
 OCTAVO_INLINE float to_float(float x) { return x; }
 OCTAVO_INLINE float to_float(Bf16 b) {
   const uint32_t bits = static_cast<uint32_t>(b.bits) << 16;

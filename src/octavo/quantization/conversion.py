@@ -178,14 +178,9 @@ def _plain(values: Floats, format_: Format) -> Bytes:
         return values.view(np.uint8)
     if format_ is Format.BF16:
         return round_to_bf16(values).view(np.uint8)
-    with np.errstate(over="ignore"):
-        halves = values.astype(np.float16)
-    if (np.isinf(halves) & np.isfinite(values)).any():
-        largest = np.abs(values[np.isfinite(values)]).max()
-        raise CheckpointError(
-            f"it has weights as large as {largest:g}; f16 holds up to 65504. Choose --dtype bf16 or f32"
-        )
-    return halves.view(np.uint8)
+    return _as_f16(
+        values, "weights as large as {largest:g}; f16 holds up to 65504. Choose --dtype bf16 or f32"
+    ).view(np.uint8)
 
 
 def round_to_bf16(values: Floats) -> npt.NDArray[np.uint16]:
@@ -229,18 +224,22 @@ def _with_scales(values: Floats, scales: Floats, format_: Format) -> Bytes:
     that is an integer is not rounded. The scales are, to f16."""
     with np.errstate(all="ignore"):
         quants = values.reshape(*scales.shape, -1) / scales[:, :, None]
-    return blocks_of_8_bits(_as_f16(scales, format_), quants)
+    return blocks_of_8_bits(_scales_as_f16(scales, format_), quants)
 
 
-def _as_f16(values: Floats, format_: Format) -> npt.NDArray[np.float16]:
+def _scales_as_f16(values: Floats, format_: Format) -> npt.NDArray[np.float16]:
     """Scales or mins, rounded to nearest. CheckpointError for those beyond f16's reach."""
+    return _as_f16(values, f"a scale or a min of {{largest:g}}; {format_} holds up to 65504. {DAMAGED}")
+
+
+def _as_f16(values: Floats, beyond: str) -> npt.NDArray[np.float16]:
+    """Rounded to nearest. beyond: what the CheckpointError says that the weight has, where some are beyond
+    f16's reach."""
     with np.errstate(all="ignore"):
         halves = values.astype(np.float16)
     if (np.isinf(halves) & np.isfinite(values)).any():
         largest = np.abs(values[np.isfinite(values)]).max()
-        raise CheckpointError(
-            f"it has a scale or a min of {largest:g}; {format_} holds up to 65504. {DAMAGED}"
-        )
+        raise CheckpointError(f"it has {beyond.format(largest=largest)}")
     return halves
 
 
@@ -286,5 +285,5 @@ def _q4_k_as_q4_1(raw: Bytes) -> Bytes:
         head = np.stack([d[:, None] * scales, -dmin[:, None] * mins], axis=2)
     pairs = blocks[:, 16:].reshape(-1, 4, 1, GROUP)
     codes = np.concatenate([pairs & 15, pairs >> 4], axis=2).reshape(-1, 8, GROUP)
-    halves = _as_f16(head, Format.Q4M).view(np.uint8)
+    halves = _scales_as_f16(head, Format.Q4M).view(np.uint8)
     return np.concatenate([halves, pack_nibbles(codes)], axis=2).reshape(len(raw), -1)

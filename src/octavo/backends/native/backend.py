@@ -94,7 +94,7 @@ class NativeBackend:
 
     @property
     def isa(self) -> str:
-        """Which kernels run: "scalar", "avx2" or "avx512"."""
+        """Which kernels run: the name of an `Isa`, in small letters."""
         return str(self._library.octavo_isa(self._require_context()).decode())
 
     def pack_weight(self, weight: Weight, parts: list[WeightRows], out: torch.Tensor) -> None:

@@ -60,9 +60,9 @@ class NativeKernelTable:
                 _require_lanes("heads", op.head_dim)
                 return Kernel("qk_norm")
             case Linear():
-                rough = op.weight.format.is_4_bit and op.activation_bits == 8
-                name = f"linear_{op.weight.format}{'_a8' if rough else ''}"
-                return Kernel(name, self._linear_scratch(op, limits, rough=rough))
+                quant_nbytes = _quant_nbytes(op.weight, op.activation_bits)
+                name = f"linear_{op.weight.format}{'_a8' if quant_nbytes == 1 else ''}"
+                return Kernel(name, self._linear_scratch(op, limits, quant_nbytes))
             case RotaryStoreKV():
                 _require_lanes("heads", op.kv.head_dim)
                 scratch = self._num_threads * _align(op.kv.head_dim * _F32)
@@ -93,13 +93,13 @@ class NativeKernelTable:
             return rows * width * weight.format.element_nbytes
         return rows * (width // GROUP) * weight.format.group_nbytes
 
-    def _linear_scratch(self, op: Linear, limits: Limits, *, rough: bool) -> int:
+    def _linear_scratch(self, op: Linear, limits: Limits, quant_nbytes: int) -> int:
         """Quantised rows, their scales and sums."""
         if not op.weight.format.quantized:
             return 0
         rows, width = limits.of(op.x.rows) + _MOST_PADDED_ROWS, op.x.width
         per_group = _align(rows * (width // GROUP) * _F32)
-        return _align(rows * width * (1 if rough else 2)) + 2 * per_group
+        return _align(rows * width * quant_nbytes) + 2 * per_group
 
     def _moe_scratch(self, op: MoE, limits: Limits) -> int:
         """MoEScratch of kernels/moe.hpp, for a chunk of tokens and their experts."""
@@ -127,13 +127,17 @@ class NativeKernelTable:
         return self._num_threads * _align(floats * _F32) + _align(apart * (kv.head_dim + 2) * _F32)
 
 
+def _quant_nbytes(weight: Weight, activation_bits: int | None) -> int:
+    """Bytes of a number of activations as a weight multiplies it."""
+    return 1 if weight.format.is_4_bit and activation_bits == 8 else 2
+
+
 def _prepared_nbytes(weight: Weight, activation_bits: int | None, rows: int, products: int) -> int:
     """Bytes of rows of activations as a weight multiplies them, in up to `products` products."""
     if not weight.format.quantized:
         return 0
     width = weight.shape[1]
-    rough = weight.format.is_4_bit and activation_bits == 8
-    row = width * (1 if rough else 2) + 2 * (width // GROUP) * _F32
+    row = width * _quant_nbytes(weight, activation_bits) + 2 * (width // GROUP) * _F32
     return _align((rows + products * _MOST_PADDED_ROWS) * row) + products * 4 * ALIGNMENT
 
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from octavo.program.ir import BLOCK_SIZE, KV
+from octavo.program.ir import BLOCK_SIZE, KV, DType
+
+#: torch's names of what a cache may hold.
+KV_DTYPES = {DType.F32: torch.float32, DType.F16: torch.float16, DType.BF16: torch.bfloat16}
 
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
@@ -21,8 +24,7 @@ def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
 
 def kv_views(pages: torch.Tensor, kv: KV) -> tuple[torch.Tensor, torch.Tensor]:
     """K [blocks, HK, D, 16] and V [blocks, HK, 16, D] of one storage, uint8 [blocks, page_nbytes]."""
-    dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[kv.dtype]
-    both = pages.view(dtype).view(pages.shape[0], 2, -1)
+    both = pages.view(KV_DTYPES[kv.dtype]).view(pages.shape[0], 2, -1)
     k = both[:, 0].view(-1, kv.kv_heads, kv.head_dim, BLOCK_SIZE)
     v = both[:, 1].view(-1, kv.kv_heads, BLOCK_SIZE, kv.head_dim)
     return k, v
